@@ -1,0 +1,63 @@
+"""The sidecar's errors. Each means one gRPC status; `rpc_errors.py` holds the table."""
+
+from __future__ import annotations
+
+
+class TokentapeError(Exception):
+    """An error whose message is meant for the caller."""
+
+
+class InvalidArgument(TokentapeError):
+    """A field of the request is wrong."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        """`field` is its path in the request, as in `sampling.temperature`."""
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class ContextOverflow(TokentapeError):
+    """The prompt leaves no room for a token. Its message says "context length" and both numbers."""
+
+    def __init__(self, prompt_token_count: int, max_context_tokens: int) -> None:
+        """Both in tokens."""
+        super().__init__(
+            f"prompt_token_ids: the maximum context length is {max_context_tokens} tokens, but the prompt has "
+            f"{prompt_token_count}, which leaves no room to sample"
+        )
+
+
+class NotFound(TokentapeError):
+    """Something that the request names does not exist."""
+
+
+class AlreadyExists(TokentapeError):
+    """The name that the request wants to give is taken."""
+
+
+class PermissionDenied(TokentapeError):
+    """The reader token is not the tape's."""
+
+
+class TapeSealed(TokentapeError):
+    """The tape takes no more calls, for good."""
+
+
+class LimitReached(TokentapeError):
+    """A limit of the tape or of the sidecar is reached."""
+
+
+class SequenceOutOfRange(TokentapeError):
+    """A sequence number beyond the end of the tape."""
+
+
+class EngineDead(TokentapeError):
+    """The engine is gone; nothing more can be sampled until it is restarted."""
+
+
+class ShuttingDown(TokentapeError):
+    """The sidecar takes no more calls because it is stopping."""
+
+
+class CallError(TokentapeError):
+    """The engine failed this one call, or gave it an unusable log-probability."""
