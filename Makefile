@@ -1,26 +1,93 @@
-# One word each; `make` alone lists them.
+# One word each; `make` alone lists them. Everything that they need, they make: a fresh checkout needs `make demo` only.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
-# PYTHON makes .venv: Python 3.11, for which the CPU builds of vLLM and torch exist.
-PYTHON ?= python3.11
-# Where pip does not find torch's CPU build by itself, TORCH_INDEX_URL names an index that has it.
-TORCH_INDEX_URL ?=
+# Settings, for the command line or the environment; requirements/README.md says more.
+#   PYTHON         the Python 3.11 that makes .venv; by default one is looked for
+#   PYTHON_GYM     the Python 3.13 or 3.12 that makes .venv-gym; by default one is looked for
+#   TORCH_INDEX_URL  an index that has torch's CPU build, where pip does not find it by itself
+
+MODEL := .cache/SmolLM2-135M-Instruct
+GENERATED := proto/python/tokentape/v1
+PROTOC := python -m grpc_tools.protoc -I proto proto/tokentape/v1/*.proto
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
+# `$(call protoc,DIRECTORY)`: the generated code, below DIRECTORY.
+protoc = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1)
+# `$(call moved,ENVIRONMENT)`: a prerequisite that is never up to date, if ENVIRONMENT was made for another checkout.
+moved = $(if $(filter-out $(CURDIR),$(shell cat $(1)/.stamp 2>/dev/null)),moved)
 
 .PHONY: help
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
+.PHONY: demo
+demo: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run three math questions through NeMo Gym and vLLM; show every token
+	$(call say,demo: three rollouts through NeMo Gym$(comma) bridge$(comma) sidecar and vLLM)
+	@exec python -m tokentape_executor.demo --model $(MODEL)
+
+.PHONY: test
+test: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run every test, those on real vLLM and NeMo Gym included
+	$(call say,test: every test; PYTEST_ADDOPTS adds options)
+	@exec python -m pytest --require-real --durations=10
+
+.PHONY: check
+check: .venv/.stamp ## Lint, formats, types, imports between components, contract, generated code
+	$(call say,check: ruff)
+	@ruff check
+	@ruff format --check
+	$(call say,check: types)
+	@basedpyright
+	$(call say,check: imports between components)
+	@lint-imports
+	$(call say,check: contract)
+	@buf lint
+	@buf format --diff --exit-code
+	$(call say,check: generated code is what $(GENERATED) holds)
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call protoc,"$$fresh") && \
+	  diff -r --exclude=__pycache__ "$$fresh/tokentape/v1" $(GENERATED) || \
+	  { echo 'error: the generated code differs from the contract; run: make proto' >&2; exit 1; }
+	$(call say,check: passed)
+
 .PHONY: proto
 proto: .venv/.stamp ## Generate the Python code of proto/tokentape/v1
-	$(call say,proto: generating proto/python/tokentape/v1)
-	rm -f proto/python/tokentape/v1/*_pb2*
-	python -m grpc_tools.protoc -I proto --python_out=proto/python --grpc_python_out=proto/python \
-	  --mypy_out=proto/python --mypy_grpc_out=proto/python proto/tokentape/v1/*.proto
+	$(call say,proto: generating $(GENERATED))
+	@rm -f $(GENERATED)/*_pb2*
+	@$(call protoc,proto/python)
+
+.PHONY: lock
+lock: ## Take new versions into requirements/*.lock
+	$(call say,lock: resolving requirements/*.in in new environments (some minutes))
+	@requirements/resolve.sh
+
+.PHONY: clean
+clean: ## Remove the environments, the model and everything else that was made here
+	$(call say,clean: removing what was made)
+	rm -rf .venv .venv-gym .cache out dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/.stamp: requirements/engine.lock pyproject.toml $(call moved,.venv)
+	$(call say,.venv: Python 3.11 with the engine$(comma) the components and the tools (3.5 GB$(comma) some minutes))
+	@requirements/make_venv.sh .venv requirements/engine.lock PYTHON 3.11
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo '$(CURDIR)' >$@
+
+.venv-gym/.stamp: requirements/gym.lock $(call moved,.venv-gym)
+	$(call say,.venv-gym: Python 3.13 or 3.12 with NeMo Gym (1.4 GB$(comma) some minutes))
+	@requirements/make_venv.sh .venv-gym requirements/gym.lock PYTHON_GYM 3.13 3.12
+	@echo '$(CURDIR)' >$@
+
+# Order only: the model does not change with the environment.
+$(MODEL)/config.json: | .venv/.stamp
+	$(call say,model: SmolLM2-135M-Instruct (20 s$(comma) 269 MB))
+	@python -m tokentape_executor.demo.model $(MODEL)
+
+.PHONY: moved
+moved:
+
+comma := ,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -76,6 +76,11 @@ class Sampling:
     prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
 
+    def overlaid(self, over: Sampling) -> Sampling:
+        """Return these parameters with every field that is present in `over` taken from there."""
+        present = {f.name: value for f in fields(over) if (value := getattr(over, f.name)) not in (None, (), {})}
+        return replace(self, **present)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
@@ -116,6 +121,13 @@ class TopLogprobs:
 
 class Sink(Protocol):
     """Where an adapter writes one call. All methods are called on the event loop, never from another thread."""
+
+    def take_prompt_logprobs(self, logprobs: Sequence[float], top_logprobs: TopLogprobs | None) -> None:
+        """Take the prompt's log-probabilities, one less than its tokens: the first token has none.
+
+        Comes once, before any token, where `prompt_logprobs` was set.
+        """
+        ...
 
     def append(
         self,

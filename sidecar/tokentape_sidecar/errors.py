@@ -55,6 +55,10 @@ class EngineDead(TokentapeError):
     """The engine is gone; nothing more can be sampled until it is restarted."""
 
 
+class EngineNotLoaded(TokentapeError):
+    """The engine could not be started; the sidecar does not serve."""
+
+
 class ShuttingDown(TokentapeError):
     """The sidecar takes no more calls because it is stopping."""
 

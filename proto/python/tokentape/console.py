@@ -14,7 +14,9 @@ def _run(module: str, extra: str) -> NoReturn:
     except ModuleNotFoundError as missing:
         if missing.name is None or missing.name.partition(".")[0] == module.partition(".")[0]:
             raise
-        sys.exit(f"{sys.argv[0]}: the module {missing.name!r} is missing; install it with: pip install 'tokentape[{extra}]'")
+        sys.exit(
+            f"{sys.argv[0]}: the module {missing.name!r} is missing; install it with: pip install 'tokentape[{extra}]'"
+        )
     sys.exit(main())
 
 

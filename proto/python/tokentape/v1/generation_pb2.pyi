@@ -124,24 +124,40 @@ class GenerateResponse(_message.Message):
         CALL_ID_FIELD_NUMBER: _builtins.int
         PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
         MAX_TOKENS_FIELD_NUMBER: _builtins.int
+        PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+        PROMPT_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
         """Names the call in Abort, in CallReference and on the tape."""
         prompt_token_count: _builtins.int
         """Tokens in the whole prompt, the parent's included."""
         max_tokens: _builtins.int
         """Most tokens that each choice may have, after clamping."""
+        @_builtins.property
+        def prompt_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+            """Where the request set prompt_logprobs: the natural log-probability of each prompt token but the first, which has
+            none; one less than prompt_token_count. `started` then comes when the prompt is computed.
+            """
+
+        @_builtins.property
+        def prompt_top_logprobs(self) -> _types_pb2.TopLogprobs:
+            """The most probable tokens at the same positions. Absent unless prompt_logprobs was above 0."""
+
         def __init__(
             self,
             *,
             call_id: _builtins.str = ...,
             prompt_token_count: _builtins.int = ...,
             max_tokens: _builtins.int = ...,
+            prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+            prompt_top_logprobs: _types_pb2.TopLogprobs | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_top_logprobs", b"_prompt_top_logprobs", "prompt_top_logprobs", b"prompt_top_logprobs"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "max_tokens", b"max_tokens", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_top_logprobs", b"_prompt_top_logprobs", "call_id", b"call_id", "max_tokens", b"max_tokens", "prompt_logprobs", b"prompt_logprobs", "prompt_token_count", b"prompt_token_count", "prompt_top_logprobs", b"prompt_top_logprobs"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        _WhichOneofReturnType__prompt_top_logprobs: _TypeAlias = _typing.Literal["prompt_top_logprobs"]  # noqa: Y015
+        _WhichOneofArgType__prompt_top_logprobs: _TypeAlias = _typing.Literal["_prompt_top_logprobs", b"_prompt_top_logprobs"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_top_logprobs) -> _WhichOneofReturnType__prompt_top_logprobs | None: ...
 
     @_typing.final
     class Delta(_message.Message):

@@ -1,0 +1,301 @@
+"""One call, as it happened.
+
+A `CallRecord` is what the engine adapter writes (it is the adapter's `Sink`) and what everything that leaves the
+sidecar reads: the `Generate` stream, watchers and tapes are cursors on it. It only grows, and by columns: ids and
+log-probabilities lie in flat arrays, so that a token costs 8 bytes and no object.
+
+Invariants:
+
+1. `len(logprobs) == len(token_ids)` in every choice, and every value is finite. What breaks this fails the call.
+2. What a record holds never changes: readers see prefixes of one sequence per choice.
+3. A record ends once: when every choice has finished, or by a failure; after that, nothing is added.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tokentape_sidecar.broadcast import Broadcast
+from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs
+from tokentape_sidecar.errors import CallError, TokentapeError
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How a choice ended; `token_count` counts its sampled tokens, the stop token included."""
+
+    choice: int
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Consecutive sampled tokens of one choice under one version of the weights.
+
+    `token_ids` and `logprobs` are of one length; `start` is the index of the first within the choice.
+    """
+
+    choice: int
+    start: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    weight_version: str
+    top_logprobs: TopLogprobs | None
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
+    """One completion: columns of one length, and how it ended."""
+
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    version_starts: list[int] = field(default_factory=list[int])
+    versions: list[str] = field(default_factory=list[str])
+    top_token_ids: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    completion: Completion | None = None
+
+    def runs(self, choice: int, start: int, end: int, k: int) -> Iterator[TokenRun]:
+        """Yield tokens `start` to `end` (exclusive), split where the weights changed; `k` top entries a token."""
+        bounds = [*(s for s in self.version_starts if start < s < end), end]
+        span = sum(1 for s in self.version_starts if s <= start) - 1
+        for bound in bounds:
+            if bound > start:
+                yield TokenRun(
+                    choice=choice,
+                    start=start,
+                    token_ids=self.token_ids[start:bound],
+                    logprobs=self.logprobs[start:bound],
+                    weight_version=self.versions[span],
+                    top_logprobs=TopLogprobs(
+                        k, self.top_token_ids[start * k : bound * k], self.top_logprobs[start * k : bound * k]
+                    )
+                    if k
+                    else None,
+                )
+            start, span = bound, span + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """Where a prompt begins: the first `offset` sampled tokens of a choice of an earlier call, and all before them."""
+
+    record: CallRecord
+    choice: int
+    offset: int
+
+
+class RecordListener(Protocol):
+    """Hears of everything that a record takes, as it takes it."""
+
+    def tokens_sampled(self, record: CallRecord, choice: int, count: int) -> None:
+        """Note that `choice` got `count` more tokens."""
+        ...
+
+    def choice_finished(self, record: CallRecord, choice: int) -> None:
+        """Note that `choice` has ended."""
+        ...
+
+    def call_failed(self, record: CallRecord) -> None:
+        """Note that the call has failed with `record.error`."""
+        ...
+
+
+class CallRecord:
+    """One prompt and what was sampled for it."""
+
+    def __init__(
+        self,
+        *,
+        call_id: str,
+        prompt_suffix: Sequence[int],
+        sampling: Sampling,
+        parent: Parent | None = None,
+        anchor: str = "",
+        call_index: int = 0,
+        listener: RecordListener | None = None,
+    ) -> None:
+        """`prompt_suffix` is the prompt, or with a parent its ids after the parent's; `sampling.n` must be set."""
+        self.call_id = call_id
+        self.call_index = call_index
+        self.prompt_suffix = array("I", prompt_suffix)
+        self.sampling = sampling
+        self.parent = parent
+        self.anchor = anchor
+        self.prompt_token_count = len(self.prompt_suffix)
+        """Tokens in the whole prompt, the parent's included."""
+        if parent is not None:
+            self.prompt_token_count += parent.record.prompt_token_count + parent.offset
+        self.choices = [ChoiceRecord() for _ in range(sampling.n or 1)]
+        self.error: TokentapeError | None = None
+        self.prompt_logprobs: array[float] | None = None
+        self.prompt_top_logprobs: TopLogprobs | None = None
+        self._top_k = sampling.top_logprobs or 0
+        self._listener = listener
+        self._changed = Broadcast()
+        self._open_choices = len(self.choices)
+        self._end_callbacks: list[Callable[[], None]] = []
+
+    def prompt_token_ids(self) -> array[int]:
+        """Return the whole prompt, the parent's ids included."""
+        pieces, call = [self.prompt_suffix], self
+        while call.parent is not None:
+            parent = call.parent
+            pieces.append(parent.record.choices[parent.choice].token_ids[: parent.offset])
+            pieces.append(parent.record.prompt_suffix)
+            call = parent.record
+        prompt = array("I")
+        for piece in reversed(pieces):
+            prompt.extend(piece)
+        return prompt
+
+    @property
+    def sampled_token_count(self) -> int:
+        """Tokens sampled so far, all choices together."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the record is complete, finished or failed."""
+        return self.error is not None or not self._open_choices
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when the record ends; now, if it has."""
+        if self.ended:
+            callback()
+        else:
+            self._end_callbacks.append(callback)
+
+    async def wait_ended(self) -> None:
+        """Return when the record is complete."""
+        while not self.ended:
+            await self._changed.wait()
+
+    async def wait_changed(self) -> None:
+        """Return at the next token, finish or failure."""
+        await self._changed.wait()
+
+    @property
+    def started(self) -> bool:
+        """Whether all that precedes the first token is here: the prompt's log-probabilities, where asked for."""
+        return self.sampling.prompt_logprobs is None or self.prompt_logprobs is not None or self.ended
+
+    def take_prompt_logprobs(self, logprobs: Sequence[float], top_logprobs: TopLogprobs | None) -> None:
+        """Take the prompt's log-probabilities (see `engine.Sink`). Missing or unusable ones fail the call."""
+        if len(logprobs) != self.prompt_token_count - 1 or any(map(math.isnan, logprobs)):
+            self.fail(CallError("the engine gave unusable log-probabilities for the prompt"))
+            return
+        self.prompt_logprobs = array("f", logprobs)
+        self.prompt_top_logprobs = top_logprobs
+        self._changed.notify()
+
+    def append(
+        self,
+        choice: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        weight_version: str = "",
+        top_logprobs: TopLogprobs | None = None,
+    ) -> None:
+        """Take newly sampled tokens (see `engine.Sink`). Unusable log-probabilities fail the call."""
+        if self.ended or not token_ids:
+            return
+        problem = self._problem_with(token_ids, logprobs, top_logprobs)
+        if problem is not None:
+            self.fail(CallError(problem))
+            return
+        columns = self.choices[choice]
+        if not columns.versions or columns.versions[-1] != weight_version:
+            columns.version_starts.append(len(columns.token_ids))
+            columns.versions.append(weight_version)
+        columns.token_ids.extend(token_ids)
+        columns.logprobs.extend(logprobs)
+        if top_logprobs is not None:
+            columns.top_token_ids.extend(top_logprobs.token_ids)
+            columns.top_logprobs.extend(top_logprobs.logprobs)
+        if self._listener is not None:
+            self._listener.tokens_sampled(self, choice, len(token_ids))
+        self._changed.notify()
+
+    def finish(self, choice: int, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End `choice` (see `engine.Sink`)."""
+        columns = self.choices[choice]
+        if self.ended or columns.completion is not None:
+            return
+        columns.completion = Completion(choice, reason, stop_reason, len(columns.token_ids))
+        self._open_choices -= 1
+        if self._listener is not None:
+            self._listener.choice_finished(self, choice)
+        self._changed.notify()
+        if self.ended:
+            self._run_end_callbacks()
+
+    def fail(self, error: Exception) -> None:
+        """End the call by an error (see `engine.Sink`); an unexpected one becomes a `CallError` without its details."""
+        if self.ended:
+            return
+        if isinstance(error, TokentapeError):
+            self.error = error
+        else:
+            self.error = CallError("the engine failed this call")
+            self.error.__cause__ = error
+        if self._listener is not None:
+            self._listener.call_failed(self)
+        self._changed.notify()
+        self._run_end_callbacks()
+
+    def _run_end_callbacks(self) -> None:
+        callbacks, self._end_callbacks = self._end_callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _problem_with(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], top_logprobs: TopLogprobs | None
+    ) -> str | None:
+        if len(logprobs) != len(token_ids):
+            return f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} sampled tokens"
+        if not all(map(math.isfinite, logprobs)):
+            bad = next(i for i, value in enumerate(logprobs) if not math.isfinite(value))
+            return f"the engine gave the log-probability {logprobs[bad]} for sampled token id {token_ids[bad]}"
+        k = top_logprobs.k if top_logprobs else 0
+        if k != self._top_k or (
+            top_logprobs and not len(top_logprobs.token_ids) == len(top_logprobs.logprobs) == k * len(token_ids)
+        ):
+            return f"the engine gave {k} top log-probabilities a token where {self._top_k} were asked for"
+        return None
+
+
+class CallReader:
+    """A cursor on a record: all that is new since the last read, each token once."""
+
+    def __init__(self, record: CallRecord) -> None:
+        self._record = record
+        self._positions = [0] * len(record.choices)
+        self._finished = [False] * len(record.choices)
+
+    def read_new(self) -> Iterator[TokenRun | Completion]:
+        """Yield what was added since the last read; a choice's completion after its last token."""
+        top_k = self._record.sampling.top_logprobs or 0
+        for index, choice in enumerate(self._record.choices):
+            end, completion = len(choice.token_ids), choice.completion
+            if end > self._positions[index]:
+                yield from choice.runs(index, self._positions[index], end, top_k)
+                self._positions[index] = end
+            if completion is not None and not self._finished[index]:
+                self._finished[index] = True
+                yield completion
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the record has ended and all of it was read."""
+        return self._record.ended and all(
+            position == len(choice.token_ids) and finished == (choice.completion is not None)
+            for position, choice, finished in zip(self._positions, self._record.choices, self._finished, strict=True)
+        )

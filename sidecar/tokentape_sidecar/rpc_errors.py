@@ -1,0 +1,99 @@
+"""The sidecar's edge for errors: domain error to gRPC status, in one table, for every method at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeAlias, cast
+
+import grpc
+import grpc.aio
+
+from tokentape_sidecar import errors
+
+logger = logging.getLogger(__name__)
+
+STATUS_OF: dict[type[errors.TokentapeError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ContextOverflow: grpc.StatusCode.OUT_OF_RANGE,
+    errors.SequenceOutOfRange: grpc.StatusCode.OUT_OF_RANGE,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.TapeSealed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.EngineDead: grpc.StatusCode.UNAVAILABLE,
+    errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
+    errors.CallError: grpc.StatusCode.INTERNAL,
+}
+"""Every domain error and its status."""
+
+# A status travels in HTTP headers, and headers over 8 KiB turn it into RESOURCE_EXHAUSTED.
+_MAX_MESSAGE_CHARACTERS = 1000
+
+_OUR_METHODS = "/tokentape.v1."
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+async def answer_error(error: BaseException, context: Context) -> NoReturn:
+    """End the call with the status that `error` means; an unexpected one is logged in full and sent generic."""
+    if isinstance(error, asyncio.CancelledError | GeneratorExit | grpc.aio.AbortError):
+        # The client has gone, and nobody is left to answer; or it has its answer.
+        raise error
+    if isinstance(error, errors.TokentapeError):
+        status = STATUS_OF.get(type(error), grpc.StatusCode.INTERNAL)
+        await context.abort(status, str(error)[:_MAX_MESSAGE_CHARACTERS])
+    logger.error("a call failed unexpectedly", exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the sidecar's log has the details")
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every method of tokentape's services, so that servicers just raise domain errors."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the method's handler with errors answered (see `grpc.aio.ServerInterceptor`)."""
+        handler = await continuation(handler_call_details)
+        # None means that there is no such method: gRPC answers UNIMPLEMENTED.
+        if handler is None or not str(handler_call_details.method).startswith(_OUR_METHODS):
+            return handler
+        wrap, make = (
+            (_answering_stream, grpc.unary_stream_rpc_method_handler)
+            if handler.response_streaming
+            else (_answering_unary, grpc.unary_unary_rpc_method_handler)
+        )
+        return make(
+            # grpc's stubs describe the methods of synchronous servers here.
+            wrap(cast("Any", handler.unary_stream or handler.unary_unary)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _answering_unary(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Any]:
+    async def answer(request: object, context: Context) -> object:
+        try:
+            return await method(request, context)
+        except BaseException as error:  # noqa: BLE001 - answer_error re-raises what is not an answer
+            await answer_error(error, context)
+
+    return answer
+
+
+def _answering_stream(method: Callable[[Any, Context], AsyncGenerator[Any, None]]) -> Callable[..., Any]:
+    async def answer(request: object, context: Context) -> AsyncIterator[object]:
+        # Closing ends the servicer's own `finally` now, not when the garbage collector comes by.
+        async with aclosing(method(request, context)) as responses:
+            try:
+                async for response in responses:
+                    yield response
+            except BaseException as error:  # noqa: BLE001 - answer_error re-raises what is not an answer
+                await answer_error(error, context)
+
+    return answer

@@ -1,0 +1,211 @@
+"""An engine that replays a script: for tests, benchmarks and debugging, without a model.
+
+It behaves as an engine does in everything but the choice of tokens: it pushes at its own pace whether or not anyone
+reads, ends at `max_tokens`, at stop tokens and stop strings, and on abort, and fails a call where the script says so or
+is exhausted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tokentape_sidecar.engine import (
+    EngineCall,
+    FinishReason,
+    LogprobsMode,
+    Model,
+    Sampling,
+    Sink,
+    TopLogprobs,
+)
+from tokentape_sidecar.errors import CallError, InvalidArgument
+from tokentape_sidecar.script import Script, ScriptedCall, Step
+
+logger = logging.getLogger(__name__)
+
+_UNSCRIPTED_LOGPROB = -1.0
+
+
+class ScriptedEngine:
+    """Serves a script's calls in the order in which calls arrive."""
+
+    def __init__(self, script: Script, tokenizer_directory: Path) -> None:
+        """`tokenizer_directory` holds a `tokenizer.json`; it encodes the script's texts and finds stop strings."""
+        self._script = script
+        self._tokenizer: Tokenizer = Tokenizer.from_file(str(tokenizer_directory / "tokenizer.json"))
+        self._next_call = 0
+        self._running: dict[str, _RunningCall] = {}
+        self._dead = asyncio.Event()
+        self._weight_version = ""
+        self._model = Model(
+            name=script.model.name,
+            max_context_tokens=script.model.max_model_len,
+            vocabulary_size=script.model.vocab_size,
+            eos_token_ids=script.model.eos_token_ids,
+            logprobs_mode=LogprobsMode.PROCESSED,
+            default_sampling=Sampling(),
+            max_top_logprobs=script.model.max_logprobs,
+            engine="scripted",
+            engine_version=importlib.metadata.version("tokentape"),
+            tokenizer_directory=tokenizer_directory,
+        )
+
+    @property
+    def model(self) -> Model:
+        """What the script claims to serve."""
+        return self._model
+
+    @property
+    def weight_version(self) -> str:
+        """The version of the last step that named one."""
+        return self._weight_version
+
+    @property
+    def unused_call_count(self) -> int:
+        """Scripted calls that nobody made."""
+        return max(0, len(self._script.calls) - self._next_call)
+
+    async def submit(self, call: EngineCall, sink: Sink) -> None:
+        """Start the next scripted call (see `engine.Engine`)."""
+        scripted = self._take()
+        n = call.sampling.n or 1
+        if any(step.index >= n for step in scripted.steps):
+            raise InvalidArgument("sampling.n", f"the script has more choices than the {n} asked for")
+        if scripted.expect is not None and scripted.expect.prompt_token_ids != tuple(call.prompt_token_ids):
+            raise CallError(
+                f"the script expects the prompt {list(scripted.expect.prompt_token_ids)}, "
+                f"but the call has {list(call.prompt_token_ids)}"
+            )
+        running = _RunningCall(call, sink, scripted, self)
+        self._running[call.call_id] = running
+        running.task = asyncio.create_task(self._play(running))
+
+    async def abort(self, call_id: str) -> None:
+        """End a running call; what it was given stands (see `engine.Engine`)."""
+        running = self._running.get(call_id)
+        if running is not None and running.task is not None:
+            running.task.cancel()
+
+    async def wait_dead(self) -> None:
+        """Never returns: a script does not die."""
+        await self._dead.wait()
+
+    async def close(self) -> None:
+        """Abort what runs, and report scripted calls that nobody made."""
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.unused_call_count:
+            logger.warning(
+                "%d of the script's %d calls were never made", self.unused_call_count, len(self._script.calls)
+            )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the ids of `text`, special tokens recognised, none added."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of `token_ids`, special tokens included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _take(self) -> ScriptedCall:
+        index = self._next_call
+        count = len(self._script.calls)
+        if count == 0 or (index >= count and not self._script.repeat):
+            raise CallError(f"the script is exhausted: it has {count} calls, and this is call {index + 1}")
+        self._next_call += 1
+        return self._script.calls[index % count]
+
+    async def _play(self, running: _RunningCall) -> None:
+        try:
+            for step in running.scripted.steps:
+                # Even a step without a delay lets other tasks run: an engine never delivers within `submit`.
+                await asyncio.sleep(step.delay_ms / 1000)
+                if step.weight_version is not None:
+                    self._weight_version = step.weight_version
+                if step.error is not None:
+                    running.sink.fail(CallError(step.error))
+                    return
+                running.take(step)
+            for choice in running.open_choices():
+                running.sink.fail(CallError(f"the script ends without finishing choice {choice}"))
+        except asyncio.CancelledError:
+            for choice in running.open_choices():
+                running.sink.finish(choice, FinishReason.ABORT)
+        finally:
+            self._running.pop(running.call.call_id, None)
+
+
+@dataclass(slots=True)
+class _RunningCall:
+    """One call being played."""
+
+    call: EngineCall
+    sink: Sink
+    scripted: ScriptedCall
+    engine: ScriptedEngine
+    task: asyncio.Task[None] | None = None
+    sampled: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    finished: set[int] = field(default_factory=set[int])
+
+    def open_choices(self) -> list[int]:
+        return [choice for choice in range(self.call.sampling.n or 1) if choice not in self.finished]
+
+    def take(self, step: Step) -> None:
+        """Give the sink a step's tokens, as far as the sampling parameters let them come."""
+        choice = step.index
+        if choice in self.finished:
+            return
+        for token_id, logprobs in self._tokens(step):
+            self._append(choice, token_id, logprobs)
+            if self._ends_here(choice, token_id):
+                return
+        if step.finish_reason is not None:
+            self._finish(choice, FinishReason(step.finish_reason), step.stop_reason)
+
+    def _tokens(self, step: Step) -> Iterator[tuple[int, dict[int, float] | None]]:
+        token_ids = self.engine.encode(step.text) if step.text is not None else step.token_ids
+        for position, token_id in enumerate(token_ids):
+            if step.logprobs is None:
+                yield token_id, {token_id: _UNSCRIPTED_LOGPROB}
+            else:
+                yield token_id, step.logprobs[position] if position < len(step.logprobs) else None
+
+    def _append(self, choice: int, token_id: int, logprobs: dict[int, float] | None) -> None:
+        sampled = [logprobs[token_id]] if logprobs is not None and token_id in logprobs else []
+        k = self.call.sampling.top_logprobs or 0
+        ranked = sorted((logprobs or {}).items(), key=lambda item: -item[1])[:k]
+        top = TopLogprobs(len(ranked), [id_ for id_, _ in ranked], [value for _, value in ranked]) if ranked else None
+        self.sampled.setdefault(choice, []).append(token_id)
+        self.sink.append(choice, [token_id], sampled, weight_version=self.engine.weight_version, top_logprobs=top)
+
+    def _ends_here(self, choice: int, token_id: int) -> bool:
+        sampling, sampled = self.call.sampling, self.sampled[choice]
+        enough = len(sampled) >= (sampling.min_tokens or 0)
+        if enough and token_id in sampling.stop_token_ids:
+            self._finish(choice, FinishReason.STOP, token_id)
+        elif enough and token_id in self.engine.model.eos_token_ids and not sampling.ignore_eos:
+            self._finish(choice, FinishReason.STOP, None)
+        elif enough and (stop := self._stop_string(sampled)) is not None:
+            self._finish(choice, FinishReason.STOP, stop)
+        elif sampling.max_tokens is not None and len(sampled) >= sampling.max_tokens:
+            self._finish(choice, FinishReason.LENGTH, None)
+        return choice in self.finished
+
+    def _stop_string(self, sampled: list[int]) -> str | None:
+        if not self.call.sampling.stop:
+            return None
+        text = self.engine.decode(sampled)
+        return next((stop for stop in self.call.sampling.stop if stop in text), None)
+
+    def _finish(self, choice: int, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.finished.add(choice)
+        self.sink.finish(choice, reason, stop_reason)

@@ -1,0 +1,283 @@
+"""A tape: everything that happened in one rollout, in the order in which it happened.
+
+A tape holds its calls' records and a log of what they took, one entry per event: a call's start, a run of sampled
+tokens (consecutive tokens of one choice share an entry, whatever steps they came in), a choice's end, a failure, the
+seal. Positions are numbered from 0 without gaps; a run takes one position per token, so a reader can start at any
+token. The log holds no ids: they are in the records.
+
+Invariants:
+
+1. Two readers that read the same positions get the same tokens in the same order, however they are grouped.
+2. A call's start comes before its tokens, a choice's end after all of its tokens; the seal is last.
+3. After `begin_sealing` no call is added, ever.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import re
+import secrets
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tokentape_sidecar.broadcast import Broadcast
+from tokentape_sidecar.engine import Sampling
+from tokentape_sidecar.errors import InvalidArgument, LimitReached, PermissionDenied, SequenceOutOfRange, TapeSealed
+from tokentape_sidecar.record import CallRecord, Completion, TokenRun
+
+SCHEMA_VERSION = 1
+"""The version of the entries that a tape is made of."""
+
+_TAPE_ID = re.compile(r"(?P<sidecar>[A-Za-z0-9][A-Za-z0-9_-]{0,63})\.[0-9a-f]{32}")
+
+
+def sidecar_name_of(tape_id: str) -> str:
+    """Return the sidecar's name in a tape id; `InvalidArgument` where it is not `<sidecar name>.<32 hex digits>`."""
+    match = _TAPE_ID.fullmatch(tape_id)
+    if match is None:
+        raise InvalidArgument("tape_id", "must be <sidecar name>.<32 lower-case hex digits>")
+    return match["sidecar"]
+
+
+@dataclass(frozen=True, slots=True)
+class TapeLimits:
+    """What a tape may take; `None` does not bind. Tokens, calls and seconds, as in `tokentape.v1.TapeLimits`."""
+
+    max_context_tokens: int | None = None
+    max_sampled_tokens: int | None = None
+    max_calls: int | None = None
+    time_to_live_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TapePolicy:
+    """What a tape's owner set for all calls on it: sampling fields that override, and a seed to mix in."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    """A call was made."""
+
+    sequence: int
+    record: CallRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSampled:
+    """Tokens were sampled; they take the positions from `sequence` on, one each."""
+
+    sequence: int
+    record: CallRecord
+    run: TokenRun
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceFinished:
+    """A choice got its last token."""
+
+    sequence: int
+    record: CallRecord
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """A call failed, with `record.error`."""
+
+    sequence: int
+    record: CallRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The tape is complete."""
+
+    sequence: int
+    call_count: int
+    sampled_token_count: int
+
+
+Entry = CallStarted | TokensSampled | ChoiceFinished | CallFailed | Sealed
+
+
+class _Kind(enum.IntEnum):
+    CALL_STARTED = 0
+    TOKENS_SAMPLED = 1
+    CHOICE_FINISHED = 2
+    CALL_FAILED = 3
+    SEALED = 4
+
+
+class _Log:
+    """The order of events, as columns; row i covers the positions from `starts[i]` to the next row's."""
+
+    def __init__(self) -> None:
+        self.starts: array[int] = array("Q")
+        self.kinds: array[int] = array("B")
+        self.calls: array[int] = array("I")
+        self.choices: array[int] = array("I")
+        self.offsets: array[int] = array("I")
+        self.end = 0
+
+    def add(self, kind: _Kind, call: int = 0, choice: int = 0, *, offset: int = 0, count: int = 1) -> None:
+        """Add an event; tokens of the choice that the last row is about lengthen that row."""
+        continues = (
+            kind is _Kind.TOKENS_SAMPLED
+            and len(self.kinds) > 0
+            and (self.kinds[-1], self.calls[-1], self.choices[-1]) == (kind, call, choice)
+        )
+        if not continues:
+            self.starts.append(self.end)
+            self.kinds.append(kind)
+            self.calls.append(call)
+            self.choices.append(choice)
+            self.offsets.append(offset)
+        self.end += count
+
+
+class Tape:
+    """The record of one rollout. It is the listener of its calls' records."""
+
+    def __init__(self, tape_id: str, limits: TapeLimits, policy: TapePolicy) -> None:
+        """`tape_id` was checked by the store."""
+        self.tape_id = tape_id
+        self.limits = limits
+        self.policy = policy
+        self.reader_token = secrets.token_urlsafe(32)
+        self.calls: list[CallRecord] = []
+        self.sampled_token_count = 0
+        self.sealing = False
+        self.sealed = False
+        self.watcher_count = 0
+        self.last_used = time.monotonic()
+        self._by_id: dict[str, CallRecord] = {}
+        self._log = _Log()
+        self._changed = Broadcast()
+
+    @property
+    def end_sequence(self) -> int:
+        """The position after the last event."""
+        return self._log.end
+
+    @property
+    def running_calls(self) -> list[CallRecord]:
+        """Calls that have not ended, in order."""
+        return [call for call in self.calls if not call.ended]
+
+    def touch(self) -> None:
+        """Note that the tape is in use: its time to live begins anew."""
+        self.last_used = time.monotonic()
+
+    def check_reader(self, reader_token: str) -> None:
+        """Raise `PermissionDenied` unless this is the tape's reader token; in constant time."""
+        if not hmac.compare_digest(reader_token.encode(), self.reader_token.encode()):
+            raise PermissionDenied("reader_token: this is not the tape's reader token")
+
+    def check_open(self) -> None:
+        """Raise `TapeSealed` or `LimitReached` where no further call may be made."""
+        if self.sealing:
+            raise TapeSealed(f"tape_id: the tape {self.tape_id} is sealed and takes no more calls")
+        if self.limits.max_calls is not None and len(self.calls) >= self.limits.max_calls:
+            raise LimitReached(f"tape_id: the tape has its {self.limits.max_calls} calls (max_calls)")
+
+    def tokens_left(self) -> int | None:
+        """Tokens that a further call may sample, given what running calls still may; `None` where unlimited."""
+        limit = self.limits.max_sampled_tokens
+        if limit is None:
+            return None
+        promised = sum(
+            (call.sampling.max_tokens or 0) * len(call.choices) - call.sampled_token_count
+            for call in self.running_calls
+        )
+        return limit - self.sampled_token_count - promised
+
+    def add_call(self, record: CallRecord) -> None:
+        """Put a new call on the tape; its `call_index` is the tape's next."""
+        self.calls.append(record)
+        self._by_id[record.call_id] = record
+        self._log.add(_Kind.CALL_STARTED, record.call_index)
+        self.touch()
+        self._changed.notify()
+
+    def call(self, call_id: str) -> CallRecord | None:
+        """Return the call of this name, if it is on this tape."""
+        return self._by_id.get(call_id)
+
+    def tokens_sampled(self, record: CallRecord, choice: int, count: int) -> None:
+        """Note new tokens (see `record.RecordListener`)."""
+        offset = len(record.choices[choice].token_ids) - count
+        self._log.add(_Kind.TOKENS_SAMPLED, record.call_index, choice, offset=offset, count=count)
+        self.sampled_token_count += count
+        self._changed.notify()
+
+    def choice_finished(self, record: CallRecord, choice: int) -> None:
+        """Note a choice's end (see `record.RecordListener`)."""
+        self._log.add(_Kind.CHOICE_FINISHED, record.call_index, choice)
+        self.touch()
+        self._changed.notify()
+
+    def call_failed(self, record: CallRecord) -> None:
+        """Note a failure (see `record.RecordListener`)."""
+        self._log.add(_Kind.CALL_FAILED, record.call_index)
+        self.touch()
+        self._changed.notify()
+
+    def begin_sealing(self) -> None:
+        """Take no more calls from now on."""
+        self.sealing = True
+
+    def seal(self) -> None:
+        """Add the seal; all calls have ended."""
+        if not self.sealed:
+            self._log.add(_Kind.SEALED)
+            self.sealed = True
+            self._changed.notify()
+
+    async def wait_changed(self) -> None:
+        """Return at the next event."""
+        await self._changed.wait()
+
+    def read(self, from_sequence: int, max_positions: int) -> tuple[list[Entry], int]:
+        """Return the entries from `from_sequence` on, `max_positions` at most, and the position after them."""
+        if from_sequence > self.end_sequence:
+            raise SequenceOutOfRange(f"from_sequence: {from_sequence} is beyond the tape's end, {self.end_sequence}")
+        end = min(self.end_sequence, from_sequence + max_positions)
+        return list(self._entries(from_sequence, end)), end
+
+    def _entries(self, start: int, end: int) -> Iterator[Entry]:
+        log = self._log
+        row = bisect_right(log.starts, start) - 1
+        while start < end:
+            row_end = min(end, log.starts[row + 1] if row + 1 < len(log.starts) else log.end)
+            record = self.calls[log.calls[row]] if self.calls else None
+            if log.kinds[row] == _Kind.SEALED or record is None:
+                yield Sealed(start, len(self.calls), self.sampled_token_count)
+            else:
+                yield from self._call_entries(row, record, start, row_end)
+            start, row = row_end, row + 1
+
+    def _call_entries(self, row: int, record: CallRecord, start: int, end: int) -> Iterator[Entry]:
+        log = self._log
+        index = log.choices[row]
+        choice = record.choices[index]
+        match _Kind(log.kinds[row]):
+            case _Kind.CALL_STARTED:
+                yield CallStarted(start, record)
+            case _Kind.TOKENS_SAMPLED:
+                first = log.offsets[row] + start - log.starts[row]
+                for run in choice.runs(index, first, first + end - start, record.sampling.top_logprobs or 0):
+                    yield TokensSampled(start + run.start - first, record, run)
+            case _Kind.CHOICE_FINISHED:
+                assert choice.completion is not None
+                yield ChoiceFinished(start, record, choice.completion)
+            case _Kind.CALL_FAILED:
+                yield CallFailed(start, record)
+            case _Kind.SEALED:
+                pass

@@ -1,0 +1,100 @@
+"""TapeService: from request to tape, from tape to response."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from tokentape.v1 import tape_pb2, tape_pb2_grpc
+
+from tokentape_sidecar import convert
+from tokentape_sidecar.calls import Calls
+from tokentape_sidecar.rpc_errors import Context
+from tokentape_sidecar.tape import SCHEMA_VERSION, Tape
+from tokentape_sidecar.tape_store import TapeStore
+
+# At 8 bytes a token, a response of as many positions passes a client with gRPC's default limit of 4 MiB; with top
+# log-probabilities or a long prompt it may be larger.
+_MAX_POSITIONS_PER_RESPONSE = 65_536
+
+
+class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
+    """Serves `tokentape.v1.TapeService`."""
+
+    def __init__(self, *, tapes: TapeStore, calls: Calls) -> None:
+        self._tapes = tapes
+        self._calls = calls
+
+    async def OpenTape(self, request: tape_pb2.OpenTapeRequest, context: Context) -> tape_pb2.OpenTapeResponse:
+        """Start a tape."""
+        del context
+        tape = self._tapes.open(
+            request.tape_id, convert.limits_from_proto(request.limits), convert.policy_from_proto(request)
+        )
+        return tape_pb2.OpenTapeResponse(reader_token=tape.reader_token, schema_version=SCHEMA_VERSION)
+
+    async def WatchTape(
+        self, request: tape_pb2.WatchTapeRequest, context: Context
+    ) -> AsyncIterator[tape_pb2.WatchTapeResponse]:
+        """Follow a tape from a position on."""
+        del context
+        tape = self._tapes.readable(request.tape_id, request.reader_token)
+        tape.watcher_count += 1
+        try:
+            async for response in _follow(tape, request.from_sequence):
+                yield response
+        finally:
+            tape.watcher_count -= 1
+            tape.touch()
+
+    async def GetTape(self, request: tape_pb2.GetTapeRequest, context: Context) -> tape_pb2.GetTapeResponse:
+        """Return a page of a tape."""
+        del context
+        tape = self._tapes.readable(request.tape_id, request.reader_token)
+        entries, position = tape.read(request.from_sequence, _MAX_POSITIONS_PER_RESPONSE)
+        return tape_pb2.GetTapeResponse(
+            schema_version=SCHEMA_VERSION,
+            entries=map(convert.entry_to_proto, entries),
+            next_sequence=position,
+            end_sequence=tape.end_sequence,
+            sealed=tape.sealed,
+        )
+
+    async def FindCalls(self, request: tape_pb2.FindCallsRequest, context: Context) -> tape_pb2.FindCallsResponse:
+        """Return the calls with given anchors."""
+        del context
+        wanted = set(request.anchors) - {""}
+        calls = self._tapes.writable(request.tape_id).calls
+        return tape_pb2.FindCallsResponse(
+            calls=[convert.found_call_to_proto(call) for call in calls if call.anchor in wanted]
+        )
+
+    async def SealTape(self, request: tape_pb2.SealTapeRequest, context: Context) -> tape_pb2.SealTapeResponse:
+        """End a tape."""
+        del context
+        tape = self._tapes.readable(request.tape_id, request.reader_token)
+        await self._calls.seal(tape)
+        return tape_pb2.SealTapeResponse(end_sequence=tape.end_sequence, sampled_token_count=tape.sampled_token_count)
+
+    async def DeleteTape(self, request: tape_pb2.DeleteTapeRequest, context: Context) -> tape_pb2.DeleteTapeResponse:
+        """Forget a tape."""
+        del context
+        await self._tapes.delete(self._tapes.readable(request.tape_id, request.reader_token))
+        return tape_pb2.DeleteTapeResponse()
+
+
+async def _follow(tape: Tape, position: int) -> AsyncIterator[tape_pb2.WatchTapeResponse]:
+    """Yield a tape from `position` on; the first response comes at once, so that the watcher knows it is heard."""
+    first = True
+    while True:
+        entries, position = tape.read(position, _MAX_POSITIONS_PER_RESPONSE)
+        caught_up = position == tape.end_sequence
+        if entries or first:
+            yield tape_pb2.WatchTapeResponse(
+                entries=map(convert.entry_to_proto, entries), caught_up_to=position if caught_up else None
+            )
+        first = False
+        if position < tape.end_sequence:
+            continue
+        if tape.sealed:
+            return
+        await tape.wait_changed()

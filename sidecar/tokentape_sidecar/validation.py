@@ -1,0 +1,98 @@
+"""What the sidecar checks in a call before the engine sees it. Every complaint names the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+
+from tokentape_sidecar.engine import Model, Sampling
+from tokentape_sidecar.errors import InvalidArgument
+
+_MAX_CHOICES = 128
+_MAX_PENALTY = 2.0
+_MAX_BIAS = 100.0
+_SEED_BITS = 63
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocabulary_size: int) -> None:
+    """Raise `InvalidArgument` where an id is not below `vocabulary_size`."""
+    if len(token_ids) == 0 or (max(token_ids) < vocabulary_size and min(token_ids) >= 0):
+        return
+    position = next(i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocabulary_size)
+    raise InvalidArgument(
+        f"{field}[{position}]", f"token id {token_ids[position]} is not in the vocabulary of {vocabulary_size} tokens"
+    )
+
+
+def check_sampling(sampling: Sampling, model: Model) -> None:
+    """Raise `InvalidArgument` for the first field of `sampling` that no engine could honour."""
+    _check_ranges(sampling)
+    _check_counts(sampling, model)
+    vocabulary = model.vocabulary_size
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocabulary)
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocabulary)
+    for token_id, bias in sampling.logit_bias.items():
+        if not 0 <= token_id < vocabulary:
+            raise InvalidArgument(
+                "sampling.logit_bias", f"token id {token_id} is not in the vocabulary of {vocabulary} tokens"
+            )
+        _check_range(f"sampling.logit_bias[{token_id}]", bias, -_MAX_BIAS, _MAX_BIAS)
+    _check_strings("sampling.stop", sampling.stop)
+    _check_strings("sampling.bad_words", sampling.bad_words)
+    _check_structured_output(sampling)
+
+
+def _check_ranges(sampling: Sampling) -> None:
+    _check_range("sampling.temperature", sampling.temperature, 0.0, math.inf)
+    _check_range("sampling.top_p", sampling.top_p, 0.0, 1.0, above=True)
+    _check_range("sampling.min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("sampling.presence_penalty", sampling.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+    _check_range("sampling.frequency_penalty", sampling.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+    _check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0.0, math.inf, above=True)
+    _check_range("sampling.top_k", sampling.top_k, -1, math.inf)
+    _check_range("sampling.seed", sampling.seed, -(2**_SEED_BITS), 2**_SEED_BITS - 1)
+
+
+def _check_counts(sampling: Sampling, model: Model) -> None:
+    _check_range("sampling.max_tokens", sampling.max_tokens, 1, math.inf)
+    _check_range("sampling.n", sampling.n, 1, _MAX_CHOICES)
+    _check_range("sampling.top_logprobs", sampling.top_logprobs, 0, model.max_top_logprobs)
+    _check_range("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, model.max_top_logprobs)
+    if (
+        sampling.min_tokens is not None
+        and sampling.max_tokens is not None
+        and sampling.min_tokens > sampling.max_tokens
+    ):
+        raise InvalidArgument(
+            "sampling.min_tokens", f"{sampling.min_tokens} is more than the {sampling.max_tokens} tokens there may be"
+        )
+
+
+def _check_range(field: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+        lower = f"above {low:g}" if above else f"at least {low:g}"
+        upper = "" if math.isinf(high) else f" and at most {high:g}"
+        raise InvalidArgument(field, f"must be {lower}{upper}, got {value}")
+
+
+def _check_strings(field: str, values: Sequence[str]) -> None:
+    for position, value in enumerate(values):
+        if not value:
+            raise InvalidArgument(f"{field}[{position}]", "must not be empty")
+
+
+def _check_structured_output(sampling: Sampling) -> None:
+    output = sampling.structured_output
+    if output is None:
+        return
+    field = f"sampling.structured_output.{output.form}"
+    if output.form in {"json_schema", "structural_tag"}:
+        try:
+            json.loads(str(output.value))
+        except ValueError as error:
+            raise InvalidArgument(field, f"is not JSON: {error}") from None
+    elif output.form != "json_object" and not output.value:
+        raise InvalidArgument(field, "must not be empty")
