@@ -1,0 +1,129 @@
+"""`VllmEngine`: an in-process `AsyncLLM` behind the engine port."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import vllm
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tokentape_sidecar.engine import EngineCall, Model, Sink
+from tokentape_sidecar.errors import EngineDead, EngineNotLoaded, InvalidArgument, NotFound
+from tokentape_sidecar.vllm_engine import direct_path
+from tokentape_sidecar.vllm_engine.parameters import (
+    describe,
+    engine_arguments,
+    sampling_params,
+    tokenizer_directory_of,
+)
+from tokentape_sidecar.vllm_engine.public_path import PublicPath
+
+logger = logging.getLogger(__name__)
+
+_LIVENESS_SECONDS = 0.5
+
+
+class VllmEngine:
+    """Drives an `AsyncLLM`, its own (`load`) or one that was handed in (`attach`)."""
+
+    def __init__(
+        self, engine: AsyncLLM, *, tokenizer_directory: Path, owned: bool, path: direct_path.PathName | None
+    ) -> None:
+        """Use `load` or `attach`."""
+        self._engine = engine
+        self._owned = owned
+        self._model = describe(engine, tokenizer_directory)
+        direct = path == "direct" if path else direct_path.supported()
+        if not direct and not path:
+            logger.warning(
+                "vLLM %s is not one that the direct path was verified with; using its public deltas", vllm.__version__
+            )
+        self._path = direct_path.DirectPath(engine) if direct else PublicPath(engine)
+
+    @classmethod
+    async def load(
+        cls,
+        *,
+        model: str,
+        served_model_name: str | None,
+        logprobs_mode: Literal["processed", "raw"],
+        arguments: Sequence[str],
+    ) -> Self:
+        """Load a model into an engine of our own; `arguments` are vLLM's command-line options.
+
+        Blocks the event loop for as long as vLLM takes to load. Raises `EngineNotLoaded` where it cannot.
+        """
+        options = engine_arguments(model, arguments)
+        options.served_model_name = served_model_name or model
+        options.logprobs_mode = "processed_logprobs" if logprobs_mode == "processed" else "raw_logprobs"
+        try:
+            engine = AsyncLLM.from_engine_args(options)
+        except Exception as error:
+            logger.exception("vLLM could not load %s", model)
+            reason = str(error).strip().partition("\n")[0]
+            raise EngineNotLoaded(f"--model: vLLM could not load {model}: {reason}") from error
+        return cls(engine, tokenizer_directory=tokenizer_directory_of(engine), owned=True, path=None)
+
+    @classmethod
+    def attach(
+        cls,
+        engine: AsyncLLM,
+        *,
+        tokenizer_directory: Path | None = None,
+        path: direct_path.PathName | None = None,
+    ) -> Self:
+        """Drive an engine that somebody else owns; `close` leaves it running.
+
+        `tokenizer_directory` holds the tokenizer's files; absent, they are those of the engine's model. `path` chooses
+        how calls reach vLLM; absent, the direct path where the installed version is one it was verified with.
+        """
+        directory = tokenizer_directory or tokenizer_directory_of(engine)
+        return cls(engine, tokenizer_directory=directory, owned=False, path=path)
+
+    @property
+    def model(self) -> Model:
+        """What the engine serves."""
+        return self._model
+
+    @property
+    def weight_version(self) -> str:
+        """The version that the latest tokens carried."""
+        return self._path.weight_version
+
+    async def submit(self, call: EngineCall, sink: Sink) -> None:
+        """Start a request (see `engine.Engine`)."""
+        if call.lora_name:
+            raise NotFound(f"lora_name: no LoRA adapter {call.lora_name!r} is loaded")
+        prompt = TokensPrompt(prompt_token_ids=list(call.prompt_token_ids))
+        if call.cache_salt:
+            prompt["cache_salt"] = call.cache_salt
+        try:
+            params = sampling_params(call.sampling, self._engine)
+            await self._path.submit(call, prompt, params, sink)
+        except EngineDeadError:
+            raise EngineDead("the engine is dead") from None
+        except (ValueError, VLLMClientError) as error:
+            raise InvalidArgument("sampling", str(error)) from error
+
+    async def abort(self, call_id: str) -> None:
+        """End a request by vLLM's own abort, which hands over what it has sampled (see `engine.Engine`)."""
+        await self._engine.abort(call_id)
+
+    async def wait_dead(self) -> None:
+        """Return when vLLM says that its core is gone (see `engine.Engine`)."""
+        # vLLM offers no event for it.
+        while not self._engine.errored:  # noqa: ASYNC110
+            await asyncio.sleep(_LIVENESS_SECONDS)
+
+    async def close(self) -> None:
+        """Shut an own engine down (see `engine.Engine`)."""
+        await self._path.close()
+        if self._owned:
+            await asyncio.to_thread(self._engine.shutdown)

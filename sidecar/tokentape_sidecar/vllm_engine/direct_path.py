@@ -1,0 +1,230 @@
+"""The direct path: each engine step goes from vLLM's output handler straight to the record.
+
+vLLM keeps one `RequestState` per request and calls it for every step. This path registers states of its own class, so
+that vLLM's handler, statistics, aborts and its count of unfinished requests stay as they are, while no output object,
+no queue and no task is made. What is used beyond vLLM's public interface, all of it here:
+
+- `AsyncLLM`: `input_processor`, `output_processor`, `engine_core`, `_run_output_handler`, `check_admission`;
+- `OutputProcessor`: `request_states`, `external_req_ids`, and what it calls on a state: `track_weight_version`,
+  `logprobs_processor.update_from_output`, `make_request_output`, `queue.put`;
+- `LogprobsLists`: the sampled token in column 0, the most probable ones after it.
+
+`supported` says for which versions this was verified; others take the public path.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import copy
+from typing import Any, Literal, cast
+
+import vllm
+from packaging.version import Version
+from typing_extensions import override
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VllmFinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
+from tokentape_sidecar.errors import CallError, EngineDead
+
+logger = logging.getLogger(__name__)
+
+_VERIFIED = (Version("0.32"), Version("0.33"))
+
+# What vLLM calls weights that nobody has named.
+_UNNAMED = "default"
+
+
+def supported() -> bool:
+    """Whether the installed vLLM is one whose internals this path was verified with."""
+    first, beyond = _VERIFIED
+    return first <= Version(vllm.__version__) < beyond
+
+
+class DirectPath:
+    """Registers calls in vLLM's output processor."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self.weight_version = ""
+
+    async def submit(self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink) -> None:
+        """Start a request for each choice; vLLM's own errors pass through."""
+        engine = self._engine
+        if engine.errored:
+            raise EngineDeadError
+        request = await engine.input_processor.process_inputs_async(
+            call.call_id,
+            prompt,
+            params,
+            supported_tasks=await engine.get_supported_tasks(),
+            priority=call.priority,
+        )
+        engine.input_processor.assign_request_id(request)
+        engine._run_output_handler()  # pyright: ignore[reportPrivateUsage] - see the module
+        engine.check_admission(params.n, request.request_id)
+        requests = _one_per_choice(request)
+        for choice, one in enumerate(requests):
+            self._register(one, choice, call, sink)
+        try:
+            for one in requests:
+                await engine.engine_core.add_request_async(one)
+        except BaseException:
+            await engine.abort(call.call_id)
+            raise
+
+    async def close(self) -> None:
+        """Do nothing: what runs here is vLLM's own handler."""
+
+    def _register(self, request: EngineCoreRequest, choice: int, call: EngineCall, sink: Sink) -> None:
+        processor = self._engine.output_processor
+        state = _ChoiceState.from_new_request(
+            tokenizer=processor.tokenizer,
+            request=request,
+            prompt=None,
+            parent_req=None,
+            request_index=choice,
+            queue=cast("RequestOutputCollector", _Errors(sink)),
+            log_stats=processor.log_stats,
+            stream_interval=1,
+        )
+        assert isinstance(state, _ChoiceState)
+        state.bind(self, call, sink)
+        processor.request_states[request.request_id] = state
+        processor.external_req_ids[state.external_req_id].append(request.request_id)
+
+
+def _one_per_choice(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    """Return a request per choice, named and seeded as vLLM itself does it for `n` above 1."""
+    assert request.sampling_params is not None
+    n = request.sampling_params.n
+    if n == 1:
+        return [request]
+    parent = ParentRequest(request)
+    requests: list[EngineCoreRequest] = []
+    for choice in range(n):
+        one = copy(request)
+        one.request_id, one.sampling_params = parent.get_child_info(choice)
+        requests.append(one)
+    return requests
+
+
+class _Errors:
+    """Stands where vLLM has a request's queue, and takes what vLLM puts there for a broken engine: its error."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def put(self, error: object) -> None:
+        """Fail the call. Outputs never come here: `_ChoiceState` makes none."""
+        if isinstance(error, EngineDeadError):
+            self._sink.fail(EngineDead("the engine died while it sampled this call"))
+        else:
+            assert isinstance(error, Exception)
+            logger.error("vLLM failed its requests", exc_info=error)
+            self._sink.fail(error)
+
+
+class _StepLogprobs:
+    """Stands where vLLM has a request's `LogprobsProcessor`: keeps a step's rows until the state takes them."""
+
+    __slots__ = ("prompt", "rows")
+
+    def __init__(self) -> None:
+        self.rows: LogprobsLists | None = None
+        self.prompt: LogprobsTensors | None = None
+
+    def update_from_output(self, output: EngineCoreOutput) -> None:
+        """Take a step's log-probabilities; the prompt's come whole, with the first step."""
+        self.rows = output.new_logprobs
+        self.prompt = output.new_prompt_logprobs_tensors
+
+
+class _ChoiceState(RequestState):
+    """vLLM's state of one request, writing every step to the record of its call."""
+
+    def bind(self, path: DirectPath, call: EngineCall, sink: Sink) -> None:
+        """Say where to write; called once, before the first step."""
+        self._path = path
+        self._sink = sink
+        self._k = call.sampling.top_logprobs or 0
+        self._prompt_k = call.sampling.prompt_logprobs or 0
+        self._steps = _StepLogprobs()
+        self._weight_version = path.weight_version
+        self.logprobs_processor = cast("LogprobsProcessor", self._steps)
+
+    @override
+    def track_weight_version(self, weight_version: str) -> None:
+        """Note the weights that sampled the step that follows."""
+        version = "" if weight_version == _UNNAMED else weight_version
+        self._weight_version = self._path.weight_version = version
+
+    @override
+    def make_request_output(
+        self,
+        new_token_ids: list[int],
+        pooling_output: object,
+        finish_reason: VllmFinishReason | None,
+        stop_reason: int | str | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Write the step to the record; there is never an output to hand on."""
+        try:
+            self._write_prompt()
+            if new_token_ids:
+                self._write_tokens(new_token_ids)
+        except Exception as error:
+            logger.exception("vLLM gave an unusable step")
+            self._sink.fail(error)
+        if finish_reason is VllmFinishReason.ERROR:
+            self._sink.fail(CallError("vLLM ended this call with an error"))
+        elif finish_reason is not None:
+            self._sink.finish(self.request_index, FinishReason(str(finish_reason)), stop_reason)
+
+    def _write_tokens(self, token_ids: list[int]) -> None:
+        rows = self._steps.rows
+        if rows is None:
+            raise CallError("vLLM gave no log-probabilities for sampled tokens")
+        ids, logprobs = _column(rows, 0, 1)
+        if ids != token_ids:
+            raise CallError("vLLM's log-probabilities belong to other tokens than those sampled")
+        self._sink.append(
+            self.request_index,
+            token_ids,
+            logprobs,
+            weight_version=self._weight_version,
+            top_logprobs=_top(rows, self._k),
+        )
+
+    def _write_prompt(self) -> None:
+        prompt = self._steps.prompt
+        # Every choice computes the prompt's; the first one's are the call's.
+        if prompt is None or self.request_index > 0:
+            return
+        self._sink.take_prompt_logprobs(_column(prompt, 0, 1)[1], _top(prompt, self._prompt_k))
+
+
+def _top(rows: LogprobsLists | LogprobsTensors, k: int) -> TopLogprobs | None:
+    """Return columns 1 to k, the most probable tokens; rows may be wider, as other requests of the step asked."""
+    return TopLogprobs(k, *_column(rows, 1, k + 1)) if k else None
+
+
+def _column(rows: LogprobsLists | LogprobsTensors, start: int, end: int) -> tuple[list[int], list[float]]:
+    """Return ids and log-probabilities of the columns `start` to `end` (exclusive), position after position."""
+    return (
+        cast("list[int]", rows.logprob_token_ids[:, start:end].flatten().tolist()),
+        cast("list[float]", rows.logprobs[:, start:end].flatten().tolist()),
+    )
+
+
+PathName = Literal["direct", "public"]
+"""How calls reach vLLM."""
