@@ -26,11 +26,14 @@ from tokentape_sidecar.errors import (
     ShuttingDown,
     TokentapeError,
 )
-from tokentape_sidecar.record import CallRecord, Parent
+from tokentape_sidecar.record import CallRecord, Origin, Parent
 from tokentape_sidecar.tape import Tape
 from tokentape_sidecar.validation import check_sampling, check_token_ids
 
 logger = logging.getLogger(__name__)
+
+ABORT_SECONDS = 5.0
+"""How long an engine may take to end the calls that are aborted at a shutdown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class CallRequest:
     prompt_token_ids: Sequence[int]
     parent: CallReference | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    anchor: str = ""
+    origin: Origin = field(default_factory=Origin)
     priority: int = 0
     lora_name: str = ""
     cache_salt: str = ""
@@ -87,7 +90,7 @@ class Calls:
             prompt_suffix=request.prompt_token_ids,
             sampling=self._sampling_for(request, parent, tape),
             parent=parent,
-            anchor=request.anchor,
+            origin=request.origin,
             call_index=len(tape.calls) if tape else 0,
             listener=tape,
         )
@@ -108,8 +111,14 @@ class Calls:
             self._own(self.abort(record.call_id))
 
     async def seal(self, tape: Tape) -> None:
-        """Take no more calls on `tape`, abort its running ones, and seal it when they have ended."""
+        """Take no more calls on `tape`, abort its running ones, and seal it when they have ended.
+
+        That goes on even if the one who waits for it is cancelled: a tape does not stay half sealed.
+        """
         tape.begin_sealing()
+        await asyncio.shield(self._own(self._seal(tape)))
+
+    async def _seal(self, tape: Tape) -> None:
         running = tape.running_calls
         for record in running:
             await self.abort(record.call_id)
@@ -118,16 +127,28 @@ class Calls:
         tape.seal()
 
     async def drain(self, grace_seconds: float) -> None:
-        """Refuse new calls, let running ones finish within the grace period, then abort the rest."""
+        """Refuse new calls, let running ones finish within the grace period, then abort the rest.
+
+        Calls that the engine does not end within `ABORT_SECONDS` fail.
+        """
         self._accepting = False
         try:
             async with asyncio.timeout(grace_seconds):
                 await self._wait_all_ended()
         except TimeoutError:
             logger.warning("aborting %d calls that outlived the grace period", len(self._running))
-            for call_id in list(self._running):
-                await self.abort(call_id)
-            await self._wait_all_ended()
+            await self._abort_all()
+
+    async def _abort_all(self) -> None:
+        try:
+            async with asyncio.timeout(ABORT_SECONDS):
+                for call_id in list(self._running):
+                    await self.abort(call_id)
+                await self._wait_all_ended()
+        except TimeoutError:
+            logger.error("the engine has not ended %d calls that were aborted", len(self._running))
+            for record in list(self._running.values()):
+                record.fail(ShuttingDown("the sidecar is shutting down, and the engine did not end this call"))
 
     async def close(self) -> None:
         """Cancel what this object still does in the background."""
@@ -135,15 +156,16 @@ class Calls:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _own(self, work: Coroutine[object, object, None]) -> None:
+    def _own(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._disown)
+        return task
 
     def _disown(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("aborting an abandoned call failed", exc_info=error)
+            logger.error("ending a call or a tape failed", exc_info=error)
 
     async def _wait_all_ended(self) -> None:
         for record in list(self._running.values()):

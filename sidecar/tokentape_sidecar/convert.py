@@ -9,7 +9,8 @@ from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
 from tokentape_sidecar import tape as tapes
 from tokentape_sidecar.calls import CallReference, CallRequest
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Model, Sampling, StructuredOutput, TopLogprobs
-from tokentape_sidecar.record import CallRecord, Completion, Parent, TokenRun
+from tokentape_sidecar.errors import InvalidArgument
+from tokentape_sidecar.record import CallRecord, Completion, Origin, Parent, SplitCause, TokenRun
 from tokentape_sidecar.tape import TapeLimits, TapePolicy
 
 _SCALARS = (
@@ -89,11 +90,18 @@ def call_request_from_proto(message: generation_pb2.GenerateRequest) -> CallRequ
         prompt_token_ids=message.prompt_token_ids,
         parent=_reference_from_proto(message.parent) if message.HasField("parent") else None,
         sampling=sampling_from_proto(message.sampling),
-        anchor=message.anchor,
+        origin=Origin(message.anchor, message.context_fingerprint, _split_cause(message.split_cause)),
         priority=message.priority,
         lora_name=message.lora_name,
         cache_salt=message.cache_salt,
     )
+
+
+def _split_cause(number: int) -> SplitCause:
+    try:
+        return SplitCause(number)
+    except ValueError:
+        raise InvalidArgument("split_cause", f"there is no cause {number}") from None
 
 
 def _reference_from_proto(message: types_pb2.CallReference) -> CallReference:
@@ -207,16 +215,18 @@ def _call_started_to_proto(record: CallRecord) -> tape_pb2.TapeEntry.CallStarted
         prompt_token_ids=record.prompt_suffix,
         prompt_token_count=record.prompt_token_count,
         sampling=sampling_to_proto(record.sampling),
-        anchor=record.anchor,
+        anchor=record.origin.anchor,
+        split_cause=types_pb2.SplitCause.ValueType(record.origin.split_cause.value) if record.parent is None else None,
     )
 
 
-def found_call_to_proto(record: CallRecord) -> tape_pb2.FindCallsResponse.FoundCall:
-    """Write a call with all its ids."""
+def found_call_to_proto(record: CallRecord, *, include_prompt: bool) -> tape_pb2.FindCallsResponse.FoundCall:
+    """Write a call with its completions, and its whole prompt if wanted."""
     return tape_pb2.FindCallsResponse.FoundCall(
         call_id=record.call_id,
-        anchor=record.anchor,
-        prompt_token_ids=record.prompt_token_ids(),
+        anchor=record.origin.anchor,
+        context_fingerprint=record.origin.context_fingerprint,
+        prompt_token_ids=record.prompt_token_ids() if include_prompt else None,
         choices=[
             tape_pb2.FindCallsResponse.FoundChoice(
                 token_ids=choice.token_ids,

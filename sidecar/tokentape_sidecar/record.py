@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import enum
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from typing import Protocol
 from tokentape_sidecar.broadcast import Broadcast
 from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs
 from tokentape_sidecar.errors import CallError, TokentapeError
+
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,37 @@ class Parent:
     offset: int
 
 
+class SplitCause(enum.Enum):
+    """Why a call has no parent; the same causes as `tokentape.v1.SplitCause`, whose numbers these are."""
+
+    UNSPECIFIED = 0
+    NEW_CONVERSATION = 1
+    HISTORY_EDITED = 2
+    ANSWER_INSERTED = 3
+    TOOLS_CHANGED = 4
+    TEMPLATE_ARGUMENTS_CHANGED = 5
+    SPECIAL_TOKEN_TEXT = 6
+    TEMPLATE_ERROR = 7
+    TEMPLATE_REWRITES_HISTORY = 8
+    TEMPLATE_STRIPS_REASONING = 9
+    TERMINATOR_DIFFERS = 10
+    MESSAGE_LOST = 11
+    PARENT_INCOMPLETE = 12
+    CONTINUATION_OFF = 13
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a call's client said of the prompt. Opaque to the sidecar but for telling it on."""
+
+    anchor: str = ""
+    context_fingerprint: str = ""
+    split_cause: SplitCause = SplitCause.UNSPECIFIED
+
+
+_NO_ORIGIN = Origin()
+
+
 class RecordListener(Protocol):
     """Hears of everything that a record takes, as it takes it."""
 
@@ -117,7 +151,7 @@ class CallRecord:
         prompt_suffix: Sequence[int],
         sampling: Sampling,
         parent: Parent | None = None,
-        anchor: str = "",
+        origin: Origin = _NO_ORIGIN,
         call_index: int = 0,
         listener: RecordListener | None = None,
     ) -> None:
@@ -127,7 +161,7 @@ class CallRecord:
         self.prompt_suffix = array("I", prompt_suffix)
         self.sampling = sampling
         self.parent = parent
-        self.anchor = anchor
+        self.origin = origin
         self.prompt_token_count = len(self.prompt_suffix)
         """Tokens in the whole prompt, the parent's included."""
         if parent is not None:
@@ -154,6 +188,16 @@ class CallRecord:
         for piece in reversed(pieces):
             prompt.extend(piece)
         return prompt
+
+    def spells(self, token_ids: array[int]) -> bool:
+        """Whether the whole prompt and one of the completions, one after the other, are `token_ids`."""
+        sampled = len(token_ids) - self.prompt_token_count
+        return any(
+            len(choice.token_ids) == sampled
+            and choice.token_ids == token_ids[self.prompt_token_count :]
+            and self.prompt_token_ids() == token_ids[: self.prompt_token_count]
+            for choice in self.choices
+        )
 
     @property
     def sampled_token_count(self) -> int:
@@ -205,7 +249,7 @@ class CallRecord:
         top_logprobs: TopLogprobs | None = None,
     ) -> None:
         """Take newly sampled tokens (see `engine.Sink`). Unusable log-probabilities fail the call."""
-        if self.ended or not token_ids:
+        if self.ended or self.choices[choice].completion is not None or not token_ids:
             return
         problem = self._problem_with(token_ids, logprobs, top_logprobs)
         if problem is not None:
@@ -228,6 +272,10 @@ class CallRecord:
         """End `choice` (see `engine.Sink`)."""
         columns = self.choices[choice]
         if self.ended or columns.completion is not None:
+            return
+        # A call that is aborted early may not have them yet.
+        if not self.started and reason is not FinishReason.ABORT:
+            self.fail(CallError("the engine gave no log-probabilities for the prompt"))
             return
         columns.completion = Completion(choice, reason, stop_reason, len(columns.token_ids))
         self._open_choices -= 1
@@ -261,8 +309,8 @@ class CallRecord:
     ) -> str | None:
         if len(logprobs) != len(token_ids):
             return f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} sampled tokens"
-        if not all(map(math.isfinite, logprobs)):
-            bad = next(i for i, value in enumerate(logprobs) if not math.isfinite(value))
+        if not all(map(_is_usable, logprobs)):
+            bad = next(i for i, value in enumerate(logprobs) if not _is_usable(value))
             return f"the engine gave the log-probability {logprobs[bad]} for sampled token id {token_ids[bad]}"
         k = top_logprobs.k if top_logprobs else 0
         if k != self._top_k or (
@@ -270,6 +318,11 @@ class CallRecord:
         ):
             return f"the engine gave {k} top log-probabilities a token where {self._top_k} were asked for"
         return None
+
+
+def _is_usable(logprob: float) -> bool:
+    # Columns and messages hold 32 bits; a value beyond them would become infinite there. NaN compares false.
+    return abs(logprob) <= _LARGEST_FLOAT32
 
 
 class CallReader:

@@ -21,7 +21,6 @@ import secrets
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tokentape_sidecar.broadcast import Broadcast
@@ -210,6 +209,11 @@ class Tape:
         """Return the call of this name, if it is on this tape."""
         return self._by_id.get(call_id)
 
+    def find_calls(self, anchors: Iterable[str], exact_token_ids: Sequence[int]) -> list[CallRecord]:
+        """Return, in order, the calls with one of `anchors` or whose prompt and a completion are `exact_token_ids`."""
+        wanted, exact = set(anchors) - {""}, array("I", exact_token_ids)
+        return [call for call in self.calls if call.origin.anchor in wanted or (exact and call.spells(exact))]
+
     def tokens_sampled(self, record: CallRecord, choice: int, count: int) -> None:
         """Note new tokens (see `record.RecordListener`)."""
         offset = len(record.choices[choice].token_ids) - count
@@ -245,39 +249,44 @@ class Tape:
         await self._changed.wait()
 
     def read(self, from_sequence: int, max_positions: int) -> tuple[list[Entry], int]:
-        """Return the entries from `from_sequence` on, `max_positions` at most, and the position after them."""
+        """Return the entries from `from_sequence` on and the position after them.
+
+        They cover `max_positions` at most; prompt tokens count as positions here, so that what is returned is bounded,
+        but for a single longer prompt.
+        """
         if from_sequence > self.end_sequence:
             raise SequenceOutOfRange(f"from_sequence: {from_sequence} is beyond the tape's end, {self.end_sequence}")
-        end = min(self.end_sequence, from_sequence + max_positions)
-        return list(self._entries(from_sequence, end)), end
+        entries: list[Entry] = []
+        position, prompt_tokens = from_sequence, 0
+        while position < self.end_sequence and (room := max_positions - prompt_tokens - (position - from_sequence)) > 0:
+            entry = self._entry(position, room)
+            if isinstance(entry, CallStarted):
+                prompt_tokens += len(entry.record.prompt_suffix)
+                if entries and prompt_tokens + position - from_sequence > max_positions:
+                    break
+            entries.append(entry)
+            position += len(entry.run.token_ids) if isinstance(entry, TokensSampled) else 1
+        return entries, position
 
-    def _entries(self, start: int, end: int) -> Iterator[Entry]:
+    def _entry(self, position: int, max_positions: int) -> Entry:
+        """Return what is at `position`; of a run of tokens, as many as share its entry."""
         log = self._log
-        row = bisect_right(log.starts, start) - 1
-        while start < end:
-            row_end = min(end, log.starts[row + 1] if row + 1 < len(log.starts) else log.end)
-            record = self.calls[log.calls[row]] if self.calls else None
-            if log.kinds[row] == _Kind.SEALED or record is None:
-                yield Sealed(start, len(self.calls), self.sampled_token_count)
-            else:
-                yield from self._call_entries(row, record, start, row_end)
-            start, row = row_end, row + 1
-
-    def _call_entries(self, row: int, record: CallRecord, start: int, end: int) -> Iterator[Entry]:
-        log = self._log
-        index = log.choices[row]
-        choice = record.choices[index]
-        match _Kind(log.kinds[row]):
-            case _Kind.CALL_STARTED:
-                yield CallStarted(start, record)
-            case _Kind.TOKENS_SAMPLED:
-                first = log.offsets[row] + start - log.starts[row]
-                for run in choice.runs(index, first, first + end - start, record.sampling.top_logprobs or 0):
-                    yield TokensSampled(start + run.start - first, record, run)
-            case _Kind.CHOICE_FINISHED:
-                assert choice.completion is not None
-                yield ChoiceFinished(start, record, choice.completion)
-            case _Kind.CALL_FAILED:
-                yield CallFailed(start, record)
-            case _Kind.SEALED:
-                pass
+        row = bisect_right(log.starts, position) - 1
+        kind = _Kind(log.kinds[row])
+        if kind is _Kind.SEALED:
+            return Sealed(position, len(self.calls), self.sampled_token_count)
+        record = self.calls[log.calls[row]]
+        if kind is _Kind.CALL_STARTED:
+            return CallStarted(position, record)
+        if kind is _Kind.CALL_FAILED:
+            return CallFailed(position, record)
+        choice = record.choices[log.choices[row]]
+        if kind is _Kind.CHOICE_FINISHED:
+            assert choice.completion is not None
+            return ChoiceFinished(position, record, choice.completion)
+        row_end = log.starts[row + 1] if row + 1 < len(log.starts) else log.end
+        first = log.offsets[row] + position - log.starts[row]
+        end = first + min(row_end - position, max_positions)
+        return TokensSampled(
+            position, record, next(choice.runs(log.choices[row], first, end, record.sampling.top_logprobs or 0))
+        )

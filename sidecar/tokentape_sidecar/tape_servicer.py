@@ -60,12 +60,11 @@ class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
         )
 
     async def FindCalls(self, request: tape_pb2.FindCallsRequest, context: Context) -> tape_pb2.FindCallsResponse:
-        """Return the calls with given anchors."""
+        """Return the calls with given anchors or ids."""
         del context
-        wanted = set(request.anchors) - {""}
-        calls = self._tapes.writable(request.tape_id).calls
+        found = self._tapes.writable(request.tape_id).find_calls(request.anchors, request.exact_token_ids)
         return tape_pb2.FindCallsResponse(
-            calls=[convert.found_call_to_proto(call) for call in calls if call.anchor in wanted]
+            calls=[convert.found_call_to_proto(call, include_prompt=request.include_prompts) for call in found]
         )
 
     async def SealTape(self, request: tape_pb2.SealTapeRequest, context: Context) -> tape_pb2.SealTapeResponse:

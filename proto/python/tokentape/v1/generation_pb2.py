@@ -25,35 +25,35 @@ _sym_db = _symbol_database.Default()
 from tokentape.v1 import types_pb2 as tokentape_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtokentape/v1/generation.proto\x12\x0ctokentape.v1\x1a\x18tokentape/v1/types.proto\"\x8e\x02\n\x0fGenerateRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x30\n\x06parent\x18\x02 \x01(\x0b\x32\x1b.tokentape.v1.CallReferenceH\x00\x88\x01\x01\x12\x32\n\x08sampling\x18\x03 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0f\n\x07tape_id\x18\x04 \x01(\t\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\t\x12\x15\n\x08priority\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x11\n\tlora_name\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\t\n\x07_parentB\x0b\n\t_priorityJ\x04\x08\x14\x10\x1e\"\x9a\x04\n\x10GenerateResponse\x12\x39\n\x07started\x18\x01 \x01(\x0b\x32&.tokentape.v1.GenerateResponse.StartedH\x00\x12\x35\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32$.tokentape.v1.GenerateResponse.DeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.tokentape.v1.CompletionH\x00\x1a\xb8\x01\n\x07Started\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x04 \x03(\x02\x12;\n\x13prompt_top_logprobs\x18\x05 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x42\x16\n\x14_prompt_top_logprobs\x1a\xa1\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x34\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x16\n\x0eweight_version\x18\x05 \x01(\tB\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\x42\x07\n\x05\x65vent\"\x1f\n\x0c\x41\x62ortRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x11\n\x0fGetModelRequest\"\xcb\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x31\n\rlogprobs_mode\x18\x05 \x01(\x0e\x32\x1a.tokentape.v1.LogprobsMode\x12:\n\x10\x64\x65\x66\x61ult_sampling\x18\x06 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x08 \x01(\t\x12\x16\n\x0eweight_version\x18\t \x01(\t\x12\x14\n\x0csidecar_name\x18\n \x01(\t\x12\x18\n\x10max_top_logprobs\x18\x0b \x01(\r\"\x15\n\x13GetTokenizerRequest\"H\n\x14GetTokenizerResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x32\xc6\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.tokentape.v1.GenerateRequest\x1a\x1e.tokentape.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.tokentape.v1.AbortRequest\x1a\x1b.tokentape.v1.AbortResponse\x12I\n\x08GetModel\x12\x1d.tokentape.v1.GetModelRequest\x1a\x1e.tokentape.v1.GetModelResponse\x12W\n\x0cGetTokenizer\x12!.tokentape.v1.GetTokenizerRequest\x1a\".tokentape.v1.GetTokenizerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtokentape/v1/generation.proto\x12\x0ctokentape.v1\x1a\x18tokentape/v1/types.proto\"\xda\x02\n\x0fGenerateRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x30\n\x06parent\x18\x02 \x01(\x0b\x32\x1b.tokentape.v1.CallReferenceH\x00\x88\x01\x01\x12\x32\n\x08sampling\x18\x03 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0f\n\x07tape_id\x18\x04 \x01(\t\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\t\x12\x1b\n\x13\x63ontext_fingerprint\x18\t \x01(\t\x12-\n\x0bsplit_cause\x18\n \x01(\x0e\x32\x18.tokentape.v1.SplitCause\x12\x15\n\x08priority\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x11\n\tlora_name\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\t\n\x07_parentB\x0b\n\t_priorityJ\x04\x08\x14\x10\x1e\"\x9a\x04\n\x10GenerateResponse\x12\x39\n\x07started\x18\x01 \x01(\x0b\x32&.tokentape.v1.GenerateResponse.StartedH\x00\x12\x35\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32$.tokentape.v1.GenerateResponse.DeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.tokentape.v1.CompletionH\x00\x1a\xb8\x01\n\x07Started\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x04 \x03(\x02\x12;\n\x13prompt_top_logprobs\x18\x05 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x42\x16\n\x14_prompt_top_logprobs\x1a\xa1\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x34\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x16\n\x0eweight_version\x18\x05 \x01(\tB\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\x42\x07\n\x05\x65vent\"\x1f\n\x0c\x41\x62ortRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x11\n\x0fGetModelRequest\"\xcb\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x31\n\rlogprobs_mode\x18\x05 \x01(\x0e\x32\x1a.tokentape.v1.LogprobsMode\x12:\n\x10\x64\x65\x66\x61ult_sampling\x18\x06 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x08 \x01(\t\x12\x16\n\x0eweight_version\x18\t \x01(\t\x12\x14\n\x0csidecar_name\x18\n \x01(\t\x12\x18\n\x10max_top_logprobs\x18\x0b \x01(\r\"\x15\n\x13GetTokenizerRequest\"H\n\x14GetTokenizerResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x32\xc6\x02\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.tokentape.v1.GenerateRequest\x1a\x1e.tokentape.v1.GenerateResponse0\x01\x12@\n\x05\x41\x62ort\x12\x1a.tokentape.v1.AbortRequest\x1a\x1b.tokentape.v1.AbortResponse\x12I\n\x08GetModel\x12\x1d.tokentape.v1.GetModelRequest\x1a\x1e.tokentape.v1.GetModelResponse\x12W\n\x0cGetTokenizer\x12!.tokentape.v1.GetTokenizerRequest\x1a\".tokentape.v1.GetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokentape.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGPROBSMODE']._serialized_start=1387
-  _globals['_LOGPROBSMODE']._serialized_end=1484
+  _globals['_LOGPROBSMODE']._serialized_start=1463
+  _globals['_LOGPROBSMODE']._serialized_end=1560
   _globals['_GENERATEREQUEST']._serialized_start=74
-  _globals['_GENERATEREQUEST']._serialized_end=344
-  _globals['_GENERATERESPONSE']._serialized_start=347
-  _globals['_GENERATERESPONSE']._serialized_end=885
-  _globals['_GENERATERESPONSE_STARTED']._serialized_start=528
-  _globals['_GENERATERESPONSE_STARTED']._serialized_end=712
-  _globals['_GENERATERESPONSE_DELTA']._serialized_start=715
-  _globals['_GENERATERESPONSE_DELTA']._serialized_end=876
-  _globals['_ABORTREQUEST']._serialized_start=887
-  _globals['_ABORTREQUEST']._serialized_end=918
-  _globals['_ABORTRESPONSE']._serialized_start=920
-  _globals['_ABORTRESPONSE']._serialized_end=935
-  _globals['_GETMODELREQUEST']._serialized_start=937
-  _globals['_GETMODELREQUEST']._serialized_end=954
-  _globals['_GETMODELRESPONSE']._serialized_start=957
-  _globals['_GETMODELRESPONSE']._serialized_end=1288
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1290
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1311
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1313
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1385
-  _globals['_GENERATIONSERVICE']._serialized_start=1487
-  _globals['_GENERATIONSERVICE']._serialized_end=1813
+  _globals['_GENERATEREQUEST']._serialized_end=420
+  _globals['_GENERATERESPONSE']._serialized_start=423
+  _globals['_GENERATERESPONSE']._serialized_end=961
+  _globals['_GENERATERESPONSE_STARTED']._serialized_start=604
+  _globals['_GENERATERESPONSE_STARTED']._serialized_end=788
+  _globals['_GENERATERESPONSE_DELTA']._serialized_start=791
+  _globals['_GENERATERESPONSE_DELTA']._serialized_end=952
+  _globals['_ABORTREQUEST']._serialized_start=963
+  _globals['_ABORTREQUEST']._serialized_end=994
+  _globals['_ABORTRESPONSE']._serialized_start=996
+  _globals['_ABORTRESPONSE']._serialized_end=1011
+  _globals['_GETMODELREQUEST']._serialized_start=1013
+  _globals['_GETMODELREQUEST']._serialized_end=1030
+  _globals['_GETMODELRESPONSE']._serialized_start=1033
+  _globals['_GETMODELRESPONSE']._serialized_end=1364
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1366
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1387
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1389
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1461
+  _globals['_GENERATIONSERVICE']._serialized_start=1563
+  _globals['_GENERATIONSERVICE']._serialized_end=1889
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     TAPE_ID_FIELD_NUMBER: _builtins.int
     ANCHOR_FIELD_NUMBER: _builtins.int
+    CONTEXT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SPLIT_CAUSE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
@@ -62,6 +64,12 @@ class GenerateRequest(_message.Message):
     """The tape to record this call on, as given to OpenTape. Empty: the call is not recorded."""
     anchor: _builtins.str
     """Opaque fingerprint of the conversation that the prompt renders, for FindCalls. Empty: none."""
+    context_fingerprint: _builtins.str
+    """Opaque fingerprint of what else shaped the prompt (tools, template arguments); FindCalls tells it, so that its
+    caller can say what changed. Empty: none.
+    """
+    split_cause: _types_pb2.SplitCause.ValueType
+    """Why the call has no parent, as far as its client knows; for the tape. Ignored where there is a parent."""
     priority: _builtins.int
     """Scheduling priority, lower first, where the engine schedules by priority. Absent: 0."""
     lora_name: _builtins.str
@@ -90,13 +98,15 @@ class GenerateRequest(_message.Message):
         sampling: _types_pb2.SamplingParameters | None = ...,
         tape_id: _builtins.str = ...,
         anchor: _builtins.str = ...,
+        context_fingerprint: _builtins.str = ...,
+        split_cause: _types_pb2.SplitCause.ValueType = ...,
         priority: _builtins.int | None = ...,
         lora_name: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_priority", b"_priority", "parent", b"parent", "priority", b"priority", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_priority", b"_priority", "anchor", b"anchor", "cache_salt", b"cache_salt", "lora_name", b"lora_name", "parent", b"parent", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "tape_id", b"tape_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "_priority", b"_priority", "anchor", b"anchor", "cache_salt", b"cache_salt", "context_fingerprint", b"context_fingerprint", "lora_name", b"lora_name", "parent", b"parent", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "split_cause", b"split_cause", "tape_id", b"tape_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015

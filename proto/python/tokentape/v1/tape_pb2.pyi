@@ -214,6 +214,7 @@ class TapeEntry(_message.Message):
         PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
         SAMPLING_FIELD_NUMBER: _builtins.int
         ANCHOR_FIELD_NUMBER: _builtins.int
+        SPLIT_CAUSE_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
         """Names the call."""
         call_index: _builtins.int
@@ -222,6 +223,8 @@ class TapeEntry(_message.Message):
         """Tokens in the whole prompt, the parent's included."""
         anchor: _builtins.str
         """As given with the call; empty: none."""
+        split_cause: _types_pb2.SplitCause.ValueType
+        """Where there is no parent: why, as far as the call's client knew."""
         @_builtins.property
         def parent(self) -> _types_pb2.CallReference:
             """The call whose ids the prompt begins with. Absent: the prompt stands on its own."""
@@ -244,10 +247,11 @@ class TapeEntry(_message.Message):
             prompt_token_count: _builtins.int = ...,
             sampling: _types_pb2.SamplingParameters | None = ...,
             anchor: _builtins.str = ...,
+            split_cause: _types_pb2.SplitCause.ValueType = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent", "sampling", b"sampling"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "anchor", b"anchor", "call_id", b"call_id", "call_index", b"call_index", "parent", b"parent", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "anchor", b"anchor", "call_id", b"call_id", "call_index", b"call_index", "parent", b"parent", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "split_cause", b"split_cause"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
         _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
@@ -495,27 +499,41 @@ Global___GetTapeResponse: _TypeAlias = GetTapeResponse  # noqa: Y015
 
 @_typing.final
 class FindCallsRequest(_message.Message):
-    """FindCallsRequest asks for calls by their fingerprints."""
+    """FindCallsRequest asks for calls by their fingerprints or by their ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TAPE_ID_FIELD_NUMBER: _builtins.int
     ANCHORS_FIELD_NUMBER: _builtins.int
+    EXACT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    INCLUDE_PROMPTS_FIELD_NUMBER: _builtins.int
     tape_id: _builtins.str
     """The tape."""
+    include_prompts: _builtins.bool
+    """Whether the found calls' prompts are wanted. Default: only their completions, so that the answer does not grow with
+    the conversation.
+    """
     @_builtins.property
     def anchors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Anchors as given to Generate."""
+        """Anchors as given to Generate. A call that has one of them is found."""
+
+    @_builtins.property
+    def exact_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A call is found as well if its whole prompt and the completion of one of its choices, one after the other, are
+        exactly these ids. Empty: none is.
+        """
 
     def __init__(
         self,
         *,
         tape_id: _builtins.str = ...,
         anchors: _abc.Iterable[_builtins.str] | None = ...,
+        exact_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        include_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchors", b"anchors", "tape_id", b"tape_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchors", b"anchors", "exact_token_ids", b"exact_token_ids", "include_prompts", b"include_prompts", "tape_id", b"tape_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,15 +553,18 @@ class FindCallsResponse(_message.Message):
 
         CALL_ID_FIELD_NUMBER: _builtins.int
         ANCHOR_FIELD_NUMBER: _builtins.int
+        CONTEXT_FINGERPRINT_FIELD_NUMBER: _builtins.int
         PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
         CHOICES_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
         """Names the call."""
         anchor: _builtins.str
-        """The anchor that matched."""
+        """As given with the call."""
+        context_fingerprint: _builtins.str
+        """As given with the call."""
         @_builtins.property
         def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-            """The whole prompt, the parent's ids included."""
+            """The whole prompt, the parent's ids included; empty unless include_prompts was set."""
 
         @_builtins.property
         def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___FindCallsResponse.FoundChoice]:
@@ -554,12 +575,13 @@ class FindCallsResponse(_message.Message):
             *,
             call_id: _builtins.str = ...,
             anchor: _builtins.str = ...,
+            context_fingerprint: _builtins.str = ...,
             prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
             choices: _abc.Iterable[Global___FindCallsResponse.FoundChoice] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "call_id", b"call_id", "choices", b"choices", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "call_id", b"call_id", "choices", b"choices", "context_fingerprint", b"context_fingerprint", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -110,8 +110,8 @@ class TapeServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FindCalls(self, request, context):
-        """FindCalls returns the calls of a tape that were made with one of the given anchors. It needs no reader token: it
-        serves the bridge, which continues conversations by it.
+        """FindCalls returns the calls of a tape that were made with one of the given anchors, or that hold given ids. It needs
+        no reader token: it serves the bridge, which continues conversations by it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

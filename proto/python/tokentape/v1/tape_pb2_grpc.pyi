@@ -53,8 +53,8 @@ class TapeServiceStub:
     GetTape: _grpc.UnaryUnaryMultiCallable[_tape_pb2.GetTapeRequest, _tape_pb2.GetTapeResponse]
     """GetTape returns the entries recorded so far, a page at a time."""
     FindCalls: _grpc.UnaryUnaryMultiCallable[_tape_pb2.FindCallsRequest, _tape_pb2.FindCallsResponse]
-    """FindCalls returns the calls of a tape that were made with one of the given anchors. It needs no reader token: it
-    serves the bridge, which continues conversations by it.
+    """FindCalls returns the calls of a tape that were made with one of the given anchors, or that hold given ids. It needs
+    no reader token: it serves the bridge, which continues conversations by it.
     """
     SealTape: _grpc.UnaryUnaryMultiCallable[_tape_pb2.SealTapeRequest, _tape_pb2.SealTapeResponse]
     """SealTape ends a tape: running calls are aborted and recorded to where they came, later ones are refused for good.
@@ -88,8 +88,8 @@ class TapeServiceAsyncStub(TapeServiceStub):
     GetTape: _aio.UnaryUnaryMultiCallable[_tape_pb2.GetTapeRequest, _tape_pb2.GetTapeResponse]  # type: ignore[assignment]
     """GetTape returns the entries recorded so far, a page at a time."""
     FindCalls: _aio.UnaryUnaryMultiCallable[_tape_pb2.FindCallsRequest, _tape_pb2.FindCallsResponse]  # type: ignore[assignment]
-    """FindCalls returns the calls of a tape that were made with one of the given anchors. It needs no reader token: it
-    serves the bridge, which continues conversations by it.
+    """FindCalls returns the calls of a tape that were made with one of the given anchors, or that hold given ids. It needs
+    no reader token: it serves the bridge, which continues conversations by it.
     """
     SealTape: _aio.UnaryUnaryMultiCallable[_tape_pb2.SealTapeRequest, _tape_pb2.SealTapeResponse]  # type: ignore[assignment]
     """SealTape ends a tape: running calls are aborted and recorded to where they came, later ones are refused for good.
@@ -144,8 +144,8 @@ class TapeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tape_pb2.FindCallsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tape_pb2.FindCallsResponse, _abc.Awaitable[_tape_pb2.FindCallsResponse]]:
-        """FindCalls returns the calls of a tape that were made with one of the given anchors. It needs no reader token: it
-        serves the bridge, which continues conversations by it.
+        """FindCalls returns the calls of a tape that were made with one of the given anchors, or that hold given ids. It needs
+        no reader token: it serves the bridge, which continues conversations by it.
         """
 
     @_abc_1.abstractmethod

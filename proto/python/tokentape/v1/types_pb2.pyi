@@ -51,6 +51,74 @@ FINISH_REASON_REPETITION: FinishReason.ValueType  # 4
 """The engine stopped an endless repetition."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _SplitCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SplitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SplitCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SPLIT_CAUSE_UNSPECIFIED: _SplitCause.ValueType  # 0
+    """Nobody said."""
+    SPLIT_CAUSE_NEW_CONVERSATION: _SplitCause.ValueType  # 1
+    """The conversation holds no answer of the model yet."""
+    SPLIT_CAUSE_HISTORY_EDITED: _SplitCause.ValueType  # 2
+    """An answer in the history is not what any call of the tape gave: it was edited, or the agent wrote it."""
+    SPLIT_CAUSE_ANSWER_INSERTED: _SplitCause.ValueType  # 3
+    """After the last answer that a call gave, the agent put in one of its own."""
+    SPLIT_CAUSE_TOOLS_CHANGED: _SplitCause.ValueType  # 4
+    """The tools differ from those of the call that would be continued."""
+    SPLIT_CAUSE_TEMPLATE_ARGUMENTS_CHANGED: _SplitCause.ValueType  # 5
+    """The chat template's arguments differ from those of the call that would be continued."""
+    SPLIT_CAUSE_SPECIAL_TOKEN_TEXT: _SplitCause.ValueType  # 6
+    """The completion, or a new message, spells a special token in plain text, which a template cannot tell from one."""
+    SPLIT_CAUSE_TEMPLATE_ERROR: _SplitCause.ValueType  # 7
+    """The chat template cannot render the continued conversation."""
+    SPLIT_CAUSE_TEMPLATE_REWRITES_HISTORY: _SplitCause.ValueType  # 8
+    """With the new messages, the chat template renders the earlier ones differently."""
+    SPLIT_CAUSE_TEMPLATE_STRIPS_REASONING: _SplitCause.ValueType  # 9
+    """The chat template leaves the completion's reasoning out of the history."""
+    SPLIT_CAUSE_TERMINATOR_DIFFERS: _SplitCause.ValueType  # 10
+    """The completion ended on another token than the chat template ends a turn with, or holds such a token inside."""
+    SPLIT_CAUSE_MESSAGE_LOST: _SplitCause.ValueType  # 11
+    """The chat template drops or alters a new message."""
+    SPLIT_CAUSE_PARENT_INCOMPLETE: _SplitCause.ValueType  # 12
+    """The call that would be continued was aborted, failed, or is still running."""
+    SPLIT_CAUSE_CONTINUATION_OFF: _SplitCause.ValueType  # 13
+    """The bridge was told to render every prompt anew."""
+
+class SplitCause(_SplitCause, metaclass=_SplitCauseEnumTypeWrapper):
+    """SplitCause says why a call does not continue an earlier one, so that a new sample begins with it."""
+
+SPLIT_CAUSE_UNSPECIFIED: SplitCause.ValueType  # 0
+"""Nobody said."""
+SPLIT_CAUSE_NEW_CONVERSATION: SplitCause.ValueType  # 1
+"""The conversation holds no answer of the model yet."""
+SPLIT_CAUSE_HISTORY_EDITED: SplitCause.ValueType  # 2
+"""An answer in the history is not what any call of the tape gave: it was edited, or the agent wrote it."""
+SPLIT_CAUSE_ANSWER_INSERTED: SplitCause.ValueType  # 3
+"""After the last answer that a call gave, the agent put in one of its own."""
+SPLIT_CAUSE_TOOLS_CHANGED: SplitCause.ValueType  # 4
+"""The tools differ from those of the call that would be continued."""
+SPLIT_CAUSE_TEMPLATE_ARGUMENTS_CHANGED: SplitCause.ValueType  # 5
+"""The chat template's arguments differ from those of the call that would be continued."""
+SPLIT_CAUSE_SPECIAL_TOKEN_TEXT: SplitCause.ValueType  # 6
+"""The completion, or a new message, spells a special token in plain text, which a template cannot tell from one."""
+SPLIT_CAUSE_TEMPLATE_ERROR: SplitCause.ValueType  # 7
+"""The chat template cannot render the continued conversation."""
+SPLIT_CAUSE_TEMPLATE_REWRITES_HISTORY: SplitCause.ValueType  # 8
+"""With the new messages, the chat template renders the earlier ones differently."""
+SPLIT_CAUSE_TEMPLATE_STRIPS_REASONING: SplitCause.ValueType  # 9
+"""The chat template leaves the completion's reasoning out of the history."""
+SPLIT_CAUSE_TERMINATOR_DIFFERS: SplitCause.ValueType  # 10
+"""The completion ended on another token than the chat template ends a turn with, or holds such a token inside."""
+SPLIT_CAUSE_MESSAGE_LOST: SplitCause.ValueType  # 11
+"""The chat template drops or alters a new message."""
+SPLIT_CAUSE_PARENT_INCOMPLETE: SplitCause.ValueType  # 12
+"""The call that would be continued was aborted, failed, or is still running."""
+SPLIT_CAUSE_CONTINUATION_OFF: SplitCause.ValueType  # 13
+"""The bridge was told to render every prompt anew."""
+Global___SplitCause: _TypeAlias = SplitCause  # noqa: Y015
+
 @_typing.final
 class SamplingParameters(_message.Message):
     """SamplingParameters says how to sample. Every scalar has presence: an absent field means the model's own default
