@@ -21,6 +21,7 @@ import secrets
 import time
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokentape_sidecar.broadcast import Broadcast
