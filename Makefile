@@ -18,7 +18,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 # `$(call protoc,DIRECTORY)`: the generated code, below DIRECTORY.
-protoc = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=$(1) --mypy_grpc_out=$(1)
+protoc = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1)
 # `$(call moved,ENVIRONMENT)`: a prerequisite that is never up to date, if ENVIRONMENT was made for another checkout.
 moved = $(if $(filter-out $(CURDIR),$(shell cat $(1)/.stamp 2>/dev/null)),moved)
 
@@ -34,7 +34,7 @@ demo: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run three math quest
 .PHONY: test
 test: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run every test, those on real vLLM and NeMo Gym included
 	$(call say,test: every test; PYTEST_ADDOPTS adds options)
-	@exec python -m pytest --require-real --durations=10
+	@exec python -m pytest -v --require-real --durations=10
 
 .PHONY: check
 check: .venv/.stamp ## Lint, formats, types, imports between components, contract, generated code
@@ -50,7 +50,7 @@ check: .venv/.stamp ## Lint, formats, types, imports between components, contrac
 	@buf format --diff --exit-code
 	$(call say,check: generated code is what $(GENERATED) holds)
 	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call protoc,"$$fresh") && \
-	  diff -r --exclude=__pycache__ "$$fresh/tokentape/v1" $(GENERATED) || \
+	  diff -r --exclude=__pycache__ --exclude=__init__.py "$$fresh/tokentape/v1" $(GENERATED) || \
 	  { echo 'error: the generated code differs from the contract; run: make proto' >&2; exit 1; }
 	$(call say,check: passed)
 

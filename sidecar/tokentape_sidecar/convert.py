@@ -118,7 +118,8 @@ def limits_from_proto(message: tape_pb2.TapeLimits) -> TapeLimits:
         max_context_tokens=message.max_context_tokens if message.HasField("max_context_tokens") else None,
         max_sampled_tokens=message.max_sampled_tokens if message.HasField("max_sampled_tokens") else None,
         max_calls=message.max_calls if message.HasField("max_calls") else None,
-        time_to_live_seconds=message.time_to_live.ToTimedelta().total_seconds()
+        # Plain arithmetic: a Duration can hold what a timedelta cannot.
+        time_to_live_seconds=message.time_to_live.seconds + message.time_to_live.nanos / 1e9
         if message.HasField("time_to_live")
         else None,
     )
@@ -216,7 +217,7 @@ def _call_started_to_proto(record: CallRecord) -> tape_pb2.TapeEntry.CallStarted
         prompt_token_count=record.prompt_token_count,
         sampling=sampling_to_proto(record.sampling),
         anchor=record.origin.anchor,
-        split_cause=types_pb2.SplitCause.ValueType(record.origin.split_cause.value) if record.parent is None else None,
+        split_cause=types_pb2.SplitCause.ValueType(0 if record.parent else record.origin.split_cause.value),
     )
 
 

@@ -44,9 +44,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await record.wait_changed()
             yield convert.started_to_proto(record)
             while not reader.at_end:
-                for event in reader.read_new():
+                events = reader.read_new()
+                for event in events:
                     yield convert.event_to_proto(event)
-                if not reader.at_end:
+                # While they were sent more may have come, and nobody would wake us for it: look again first.
+                if not events:
                     await record.wait_changed()
             if record.error is not None:
                 raise record.error

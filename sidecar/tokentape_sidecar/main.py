@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import re
 import signal
 import socket
@@ -64,6 +65,13 @@ def _sidecar_name(text: str) -> str:
     return text
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds, at least 0")
+    return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tokentape-sidecar",
@@ -83,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--grace-seconds",
-        type=float,
+        type=_seconds,
         default=10.0,
         metavar="S",
         help="how long running calls may go on after SIGTERM or SIGINT (default: 10); a second signal exits at once",
@@ -129,8 +137,6 @@ async def _make_engine(settings: Settings) -> Engine:
     if settings.engine == "scripted":
         assert settings.script is not None
         assert settings.tokenizer is not None
-        if not (settings.tokenizer / "tokenizer.json").is_file():
-            raise ScriptError(f"--tokenizer: there is no tokenizer.json in {settings.tokenizer}")
         return ScriptedEngine(Script.load(settings.script), settings.tokenizer)
     # Imported here: vLLM takes seconds to import, and a scripted sidecar needs none.
     from tokentape_sidecar.vllm_engine import VllmEngine  # noqa: PLC0415

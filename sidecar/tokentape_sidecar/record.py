@@ -333,17 +333,19 @@ class CallReader:
         self._positions = [0] * len(record.choices)
         self._finished = [False] * len(record.choices)
 
-    def read_new(self) -> Iterator[TokenRun | Completion]:
-        """Yield what was added since the last read; a choice's completion after its last token."""
+    def read_new(self) -> list[TokenRun | Completion]:
+        """Return what was added since the last read; a choice's completion after its last token."""
+        events: list[TokenRun | Completion] = []
         top_k = self._record.sampling.top_logprobs or 0
         for index, choice in enumerate(self._record.choices):
             end, completion = len(choice.token_ids), choice.completion
             if end > self._positions[index]:
-                yield from choice.runs(index, self._positions[index], end, top_k)
+                events += choice.runs(index, self._positions[index], end, top_k)
                 self._positions[index] = end
             if completion is not None and not self._finished[index]:
                 self._finished[index] = True
-                yield completion
+                events.append(completion)
+        return events
 
     @property
     def at_end(self) -> bool:

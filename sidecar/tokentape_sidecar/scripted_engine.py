@@ -26,7 +26,7 @@ from tokentape_sidecar.engine import (
     TopLogprobs,
 )
 from tokentape_sidecar.errors import CallError, InvalidArgument
-from tokentape_sidecar.script import Script, ScriptedCall, Step
+from tokentape_sidecar.script import Script, ScriptedCall, ScriptError, Step
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,12 @@ class ScriptedEngine:
     """Serves a script's calls in the order in which calls arrive."""
 
     def __init__(self, script: Script, tokenizer_directory: Path) -> None:
-        """`tokenizer_directory` holds a `tokenizer.json`; it encodes the script's texts and finds stop strings."""
+        """`tokenizer_directory` holds a `tokenizer.json`; it encodes the script's texts and finds stop strings.
+
+        Raises `ScriptError` where there is none, or none that can be read.
+        """
         self._script = script
-        self._tokenizer: Tokenizer = Tokenizer.from_file(str(tokenizer_directory / "tokenizer.json"))
+        self._tokenizer = _load_tokenizer(tokenizer_directory)
         self._next_call = 0
         self._running: dict[str, _RunningCall] = {}
         self._dead = asyncio.Event()
@@ -126,6 +129,7 @@ class ScriptedEngine:
 
     async def _play(self, running: _RunningCall) -> None:
         try:
+            running.take_prompt()
             for step in running.scripted.steps:
                 # Even a step without a delay lets other tasks run: an engine never delivers within `submit`.
                 await asyncio.sleep(step.delay_ms / 1000)
@@ -140,6 +144,9 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             for choice in running.open_choices():
                 running.sink.finish(choice, FinishReason.ABORT)
+        except Exception as error:
+            logger.exception("the script failed the call %s", running.call.call_id)
+            running.sink.fail(error)
         finally:
             self._running.pop(running.call.call_id, None)
 
@@ -158,6 +165,18 @@ class _RunningCall:
 
     def open_choices(self) -> list[int]:
         return [choice for choice in range(self.call.sampling.n or 1) if choice not in self.finished]
+
+    def take_prompt(self) -> None:
+        """Give the sink the prompt's log-probabilities, if the call asks for them."""
+        k, prompt = self.call.sampling.prompt_logprobs, self.call.prompt_token_ids[1:]
+        if k is None:
+            return
+        scripted = self.scripted.prompt_logprobs
+        if scripted is None:
+            scripted = tuple({token_id: _UNSCRIPTED_LOGPROB} for token_id in prompt)
+        own = [logprobs[token_id] for token_id, logprobs in zip(prompt, scripted, strict=False) if token_id in logprobs]
+        best = [pair for logprobs in scripted for pair in _most_probable(logprobs, k)]
+        self.sink.take_prompt_logprobs(own, TopLogprobs(k, *_columns(best)) if k else None)
 
     def take(self, step: Step) -> None:
         """Give the sink a step's tokens, as far as the sampling parameters let them come."""
@@ -182,8 +201,8 @@ class _RunningCall:
     def _append(self, choice: int, token_id: int, logprobs: dict[int, float] | None) -> None:
         sampled = [logprobs[token_id]] if logprobs is not None and token_id in logprobs else []
         k = self.call.sampling.top_logprobs or 0
-        ranked = sorted((logprobs or {}).items(), key=lambda item: -item[1])[:k]
-        top = TopLogprobs(len(ranked), [id_ for id_, _ in ranked], [value for _, value in ranked]) if ranked else None
+        best = _most_probable(logprobs or {}, k)
+        top = TopLogprobs(len(best), *_columns(best)) if best else None
         self.sampled.setdefault(choice, []).append(token_id)
         self.sink.append(choice, [token_id], sampled, weight_version=self.engine.weight_version, top_logprobs=top)
 
@@ -209,3 +228,21 @@ class _RunningCall:
     def _finish(self, choice: int, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.finished.add(choice)
         self.sink.finish(choice, reason, stop_reason)
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise ScriptError(f"--tokenizer: there is no tokenizer.json in {directory}")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+        raise ScriptError(f"--tokenizer: {file} is not a tokenizer: {error}") from None
+
+
+def _most_probable(logprobs: dict[int, float], k: int) -> list[tuple[int, float]]:
+    return sorted(logprobs.items(), key=lambda item: -item[1])[:k]
+
+
+def _columns(pairs: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [token_id for token_id, _ in pairs], [logprob for _, logprob in pairs]

@@ -17,7 +17,8 @@ DEFAULT_TIME_TO_LIVE_SECONDS = 3600.0
 MAX_TAPES = 65_536
 """Tapes held at once, at most."""
 
-_SWEEP_SECONDS = 5.0
+SWEEP_SECONDS = 5.0
+"""How often idle tapes are looked for."""
 
 
 class TapeStore:
@@ -41,7 +42,7 @@ class TapeStore:
         ):
             if value == 0:
                 raise InvalidArgument(f"limits.{name}", "must be at least 1")
-        check_sampling(policy.sampling, self._model)
+        check_sampling(policy.sampling, self._model, field="sampling_policy")
         if tape_id in self._tapes:
             raise AlreadyExists(f"tape_id: there is a tape {tape_id} already")
         if len(self._tapes) >= MAX_TAPES:
@@ -72,7 +73,7 @@ class TapeStore:
     async def sweep_forever(self) -> None:
         """Delete tapes that nobody has used for their time to live; runs until cancelled."""
         while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
+            await asyncio.sleep(SWEEP_SECONDS)
             now = time.monotonic()
             for tape in list(self._tapes.values()):
                 time_to_live = tape.limits.time_to_live_seconds or DEFAULT_TIME_TO_LIVE_SECONDS

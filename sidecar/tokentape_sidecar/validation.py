@@ -25,47 +25,50 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocabulary_size: int) 
     )
 
 
-def check_sampling(sampling: Sampling, model: Model) -> None:
-    """Raise `InvalidArgument` for the first field of `sampling` that no engine could honour."""
-    _check_ranges(sampling)
-    _check_counts(sampling, model)
+def check_sampling(sampling: Sampling, model: Model, *, field: str = "sampling") -> None:
+    """Raise `InvalidArgument` for the first field of `sampling` that no engine could honour.
+
+    `field` is where the parameters stand in the request.
+    """
+    _check_ranges(field, sampling)
+    _check_counts(field, sampling, model)
     vocabulary = model.vocabulary_size
-    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocabulary)
-    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocabulary)
+    check_token_ids(f"{field}.stop_token_ids", sampling.stop_token_ids, vocabulary)
+    check_token_ids(f"{field}.allowed_token_ids", sampling.allowed_token_ids, vocabulary)
     for token_id, bias in sampling.logit_bias.items():
         if not 0 <= token_id < vocabulary:
             raise InvalidArgument(
-                "sampling.logit_bias", f"token id {token_id} is not in the vocabulary of {vocabulary} tokens"
+                f"{field}.logit_bias", f"token id {token_id} is not in the vocabulary of {vocabulary} tokens"
             )
-        _check_range(f"sampling.logit_bias[{token_id}]", bias, -_MAX_BIAS, _MAX_BIAS)
-    _check_strings("sampling.stop", sampling.stop)
-    _check_strings("sampling.bad_words", sampling.bad_words)
-    _check_structured_output(sampling)
+        _check_range(f"{field}.logit_bias[{token_id}]", bias, -_MAX_BIAS, _MAX_BIAS)
+    _check_strings(f"{field}.stop", sampling.stop)
+    _check_strings(f"{field}.bad_words", sampling.bad_words)
+    _check_structured_output(field, sampling)
 
 
-def _check_ranges(sampling: Sampling) -> None:
-    _check_range("sampling.temperature", sampling.temperature, 0.0, math.inf)
-    _check_range("sampling.top_p", sampling.top_p, 0.0, 1.0, above=True)
-    _check_range("sampling.min_p", sampling.min_p, 0.0, 1.0)
-    _check_range("sampling.presence_penalty", sampling.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-    _check_range("sampling.frequency_penalty", sampling.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
-    _check_range("sampling.repetition_penalty", sampling.repetition_penalty, 0.0, math.inf, above=True)
-    _check_range("sampling.top_k", sampling.top_k, -1, math.inf)
-    _check_range("sampling.seed", sampling.seed, -(2**_SEED_BITS), 2**_SEED_BITS - 1)
+def _check_ranges(field: str, sampling: Sampling) -> None:
+    _check_range(f"{field}.temperature", sampling.temperature, 0.0, math.inf)
+    _check_range(f"{field}.top_p", sampling.top_p, 0.0, 1.0, above=True)
+    _check_range(f"{field}.min_p", sampling.min_p, 0.0, 1.0)
+    _check_range(f"{field}.presence_penalty", sampling.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+    _check_range(f"{field}.frequency_penalty", sampling.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
+    _check_range(f"{field}.repetition_penalty", sampling.repetition_penalty, 0.0, math.inf, above=True)
+    _check_range(f"{field}.top_k", sampling.top_k, -1, math.inf)
+    _check_range(f"{field}.seed", sampling.seed, -(2**_SEED_BITS), 2**_SEED_BITS - 1)
 
 
-def _check_counts(sampling: Sampling, model: Model) -> None:
-    _check_range("sampling.max_tokens", sampling.max_tokens, 1, math.inf)
-    _check_range("sampling.n", sampling.n, 1, _MAX_CHOICES)
-    _check_range("sampling.top_logprobs", sampling.top_logprobs, 0, model.max_top_logprobs)
-    _check_range("sampling.prompt_logprobs", sampling.prompt_logprobs, 0, model.max_top_logprobs)
+def _check_counts(field: str, sampling: Sampling, model: Model) -> None:
+    _check_range(f"{field}.max_tokens", sampling.max_tokens, 1, math.inf)
+    _check_range(f"{field}.n", sampling.n, 1, _MAX_CHOICES)
+    _check_range(f"{field}.top_logprobs", sampling.top_logprobs, 0, model.max_top_logprobs)
+    _check_range(f"{field}.prompt_logprobs", sampling.prompt_logprobs, 0, model.max_top_logprobs)
     if (
         sampling.min_tokens is not None
         and sampling.max_tokens is not None
         and sampling.min_tokens > sampling.max_tokens
     ):
         raise InvalidArgument(
-            "sampling.min_tokens", f"{sampling.min_tokens} is more than the {sampling.max_tokens} tokens there may be"
+            f"{field}.min_tokens", f"{sampling.min_tokens} is more than the {sampling.max_tokens} tokens there may be"
         )
 
 
@@ -84,11 +87,11 @@ def _check_strings(field: str, values: Sequence[str]) -> None:
             raise InvalidArgument(f"{field}[{position}]", "must not be empty")
 
 
-def _check_structured_output(sampling: Sampling) -> None:
+def _check_structured_output(field: str, sampling: Sampling) -> None:
     output = sampling.structured_output
     if output is None:
         return
-    field = f"sampling.structured_output.{output.form}"
+    field = f"{field}.structured_output.{output.form}"
     if output.form in {"json_schema", "structural_tag"}:
         try:
             json.loads(str(output.value))

@@ -1,0 +1,94 @@
+"""Chat completions and their prompts, from request to answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tokentape.v1.generation_pb2 import GenerateRequest
+from tokentape_bridge.completion import collect
+from tokentape_bridge.errors import ApiError
+from tokentape_bridge.messages import to_template_messages
+from tokentape_bridge.responses import Json, chat_completion
+from tokentape_bridge.sampling import fit, to_sampling_parameters
+from tokentape_bridge.schemas import ChatCompletionRequest, Message, PromptSource, TokenizeRequest, reject_unsupported
+from tokentape_bridge.sidecar_pool import SidecarPool
+from tokentape_bridge.tokenizer import Tokenizer
+
+
+async def complete_chat(pool: SidecarPool, request: ChatCompletionRequest, tape_id: str) -> Json:
+    """Return the answer to `request`, sampled and recorded on the tape `tape_id` (empty: on none).
+
+    Raises `ApiError` for what is wrong with the request, `AioRpcError` for what the sidecar says.
+    """
+    reject_unsupported(request)
+    call_request = _to_generate_request(request, tape_id)
+    sidecar, served = await pool.choose(tape_id, request.model)
+    with sidecar.occupied():
+        prompt = await _render(served.tokenizer, request, request.messages)
+        call_request.prompt_token_ids.extend(prompt)
+        choice_count = call_request.sampling.n or 1
+        call = await collect(sidecar.generate(call_request), choice_count)
+    return await asyncio.to_thread(
+        chat_completion,
+        request,
+        call,
+        model=served.model.name,
+        tape_id=tape_id,
+        prompt_token_ids=prompt,
+        tokenizer=served.tokenizer,
+    )
+
+
+async def tokenize(pool: SidecarPool, request: TokenizeRequest) -> Json:
+    """Return the token ids that a chat with the same fields would have for its prompt, or those of a text.
+
+    A prompt too long for the context is no error here.
+    """
+    if (request.messages is None) == (request.prompt is None):
+        raise ApiError("messages: give either messages or prompt", param="messages", code="invalid_value")
+    _, served = await pool.choose("", request.model)
+    if request.messages is not None:
+        tokens = await _render(served.tokenizer, request, request.messages)
+    else:
+        add_special_tokens = request.add_special_tokens is not False
+        tokens = await asyncio.to_thread(
+            served.tokenizer.encode, request.prompt or "", add_special_tokens=add_special_tokens
+        )
+    return {"count": len(tokens), "max_model_len": served.model.max_context_tokens, "tokens": tokens}
+
+
+def requested_tape_id(request: ChatCompletionRequest, header: str | None) -> str:
+    """Return the tape id in `metadata.tape_id`, else that in the header; empty when there is none.
+
+    Raises `ApiError` when both are there and differ.
+    """
+    in_metadata: object = (request.metadata or {}).get("tape_id")
+    if in_metadata is None:
+        return header or ""
+    if not isinstance(in_metadata, str) or header not in (None, in_metadata):
+        problem = "is not the tape of the header x-tape-id" if isinstance(in_metadata, str) else "must be a string"
+        raise ApiError(f"metadata.tape_id: {problem}", param="metadata.tape_id", code="invalid_value")
+    return in_metadata
+
+
+def _to_generate_request(request: ChatCompletionRequest, tape_id: str) -> GenerateRequest:
+    """Return the call for `request`, without its prompt."""
+    call = GenerateRequest(sampling=to_sampling_parameters(request))
+    fit("metadata.tape_id", setattr, call, "tape_id", tape_id)
+    if request.cache_salt is not None:
+        fit("cache_salt", setattr, call, "cache_salt", request.cache_salt)
+    if request.priority is not None:
+        fit("priority", setattr, call, "priority", request.priority)
+    return call
+
+
+async def _render(tokenizer: Tokenizer, source: PromptSource, messages: Sequence[Message]) -> list[int]:
+    # Whatever tool_choice says, the tools are rendered: /tokenize is not told of it, and must give the same prompt.
+    return await asyncio.to_thread(
+        tokenizer.render,
+        to_template_messages(messages),
+        tools=source.tools,
+        template_arguments=source.chat_template_kwargs or {},
+        add_generation_prompt=source.add_generation_prompt is not False,
+    )

@@ -1,0 +1,94 @@
+"""Collecting the events of one call into whole completions.
+
+Invariants: every token once, in order; `len(logprobs) == len(token_ids)`; each choice ends once, after its last token.
+A stream that breaks one is an error of the call, never a shorter answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from tokentape.v1.generation_pb2 import GenerateResponse
+from tokentape.v1.types_pb2 import Completion as FinishedEvent
+from tokentape.v1.types_pb2 import TopLogprobs
+
+
+class StreamError(Exception):
+    """A sidecar's stream broke the contract."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion, token by token: `token_ids`, `logprobs` and `top_logprobs` run in parallel."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+    """Per token the most probable ones as (id, log-probability), best first; empty lists when none were asked for."""
+    finished: FinishedEvent | None = None
+
+    def add(self, delta: GenerateResponse.Delta) -> None:
+        """Append newly sampled tokens."""
+        count = len(delta.token_ids)
+        if self.finished is not None or len(delta.logprobs) != count:
+            raise StreamError(f"{count} tokens with {len(delta.logprobs)} log-probabilities, finished={self.finished}")
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.top_logprobs.extend(_by_position(delta.top_logprobs, count))
+
+    def finish(self, event: FinishedEvent) -> FinishedEvent:
+        """End this choice."""
+        if self.finished is not None or event.token_count != len(self.token_ids):
+            raise StreamError(f"a choice of {len(self.token_ids)} tokens ended with {event}, finished={self.finished}")
+        self.finished = event
+        return event
+
+
+@dataclass(slots=True)
+class Call:
+    """One call's answer. `choices` has n, by index; all are finished once `collect` has returned it."""
+
+    call_id: str
+    prompt_token_count: int
+    choices: list[Choice]
+
+
+async def collect(events: AsyncGenerator[GenerateResponse], choice_count: int) -> Call:
+    """Read a call's `events` to their end, and close them in any case. Raises `StreamError` when a rule is broken."""
+    call = Call("", 0, [Choice() for _ in range(choice_count)])
+    async with aclosing(events):
+        async for event in events:
+            _apply(call, event)
+    if not call.call_id or any(choice.finished is None for choice in call.choices):
+        raise StreamError("the stream ended before all choices did")
+    return call
+
+
+def _apply(call: Call, event: GenerateResponse) -> None:
+    match event.WhichOneof("event"):
+        case "started":
+            call.call_id = event.started.call_id
+            call.prompt_token_count = event.started.prompt_token_count
+        case "delta":
+            _choice(call, event.delta.choice).add(event.delta)
+        case "finished":
+            _choice(call, event.finished.choice).finish(event.finished)
+        case None:
+            raise StreamError("an event of a kind that this bridge does not know")
+
+
+def _choice(call: Call, index: int) -> Choice:
+    if index >= len(call.choices):
+        raise StreamError(f"an event of choice {index}, where {len(call.choices)} were asked for")
+    return call.choices[index]
+
+
+def _by_position(top: TopLogprobs, count: int) -> list[list[tuple[int, float]]]:
+    if not top.k:
+        return [[] for _ in range(count)]
+    if len(top.token_ids) != count * top.k or len(top.logprobs) != count * top.k:
+        raise StreamError(f"{len(top.token_ids)} most probable tokens for {count} positions of {top.k}")
+    pairs = list(zip(top.token_ids, top.logprobs, strict=True))
+    return [pairs[start : start + top.k] for start in range(0, len(pairs), top.k)]

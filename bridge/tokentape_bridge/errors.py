@@ -1,0 +1,173 @@
+"""Errors as OpenAI clients read them: `{"error": {"message", "type", "param", "code"}}`, whatever went wrong.
+
+Two rules beyond the shape:
+
+1. NeMo Gym takes a 400 for a full context when its body says "context length" or "max_tokens" anywhere, and goes on
+   with an empty answer. So nothing but a full context says these words; only a client that sent a bad `max_tokens`
+   reads its name.
+2. What is unexpected is logged in full and answered generically. No message repeats the request's content.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+_logger = logging.getLogger(__name__)
+
+_BAD_REQUEST = "invalid_request_error"
+_SERVER_ERROR = "server_error"
+_OVERFLOW = "context_length_exceeded"
+_CLIENT_CLOSED_REQUEST = 499
+_HTTP_BAD_REQUEST = 400
+_HTTP_SERVER_ERROR = 500
+
+
+class ApiError(Exception):
+    """An error with its HTTP form. `param` is the request's field that is wrong, `code` a word for programs."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = _HTTP_BAD_REQUEST,
+        error_type: str = _BAD_REQUEST,
+    ) -> None:
+        """`status` is the HTTP status; the default is the client's mistake."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+        self.error_type = error_type
+
+
+class ClientDisconnectedError(Exception):
+    """The client left before its answer was complete; nobody reads what is answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HttpForm:
+    status: int
+    error_type: str
+    code: str
+
+
+_HTTP_FORMS = {
+    grpc.StatusCode.INVALID_ARGUMENT: _HttpForm(400, _BAD_REQUEST, "invalid_value"),
+    grpc.StatusCode.OUT_OF_RANGE: _HttpForm(400, _BAD_REQUEST, _OVERFLOW),
+    grpc.StatusCode.NOT_FOUND: _HttpForm(404, _BAD_REQUEST, "not_found"),
+    grpc.StatusCode.FAILED_PRECONDITION: _HttpForm(400, _BAD_REQUEST, "tape_sealed"),
+    # A tape's limits are for good, and a 429 is retried without end.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: _HttpForm(400, _BAD_REQUEST, "limit_reached"),
+    grpc.StatusCode.UNAVAILABLE: _HttpForm(503, "service_unavailable", "sidecar_unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: _HttpForm(504, "timeout", "sidecar_timeout"),
+    grpc.StatusCode.INTERNAL: _HttpForm(500, _SERVER_ERROR, "engine_error"),
+}
+"""The one table from gRPC's statuses to HTTP; a status that is not here is unexpected."""
+
+_FIELD = re.compile(r"(?P<path>[a-z_][\w.\[\]]*): ")
+_OPENAI_FIELDS = {
+    "prompt_token_ids": "messages",
+    "tape_id": "metadata.tape_id",
+    "structured_output": "response_format",
+    "json_schema": "response_format",
+}
+"""Fields of GenerateRequest that have another name in OpenAI's API."""
+
+
+def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
+    """Return `error`, which a sidecar or the channel to it raised, in its HTTP form."""
+    form = _HTTP_FORMS.get(error.code())
+    if form is None:
+        _logger.error("unexpected status from a sidecar: %s", error)
+        return _unexpected()
+    message = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        message = f"the sidecar is not available: {message}"
+    param = None
+    if form.error_type == _BAD_REQUEST and (named := _FIELD.match(message)):
+        field = named["path"].rpartition(".")[2].partition("[")[0]
+        param = _OPENAI_FIELDS.get(field, field)
+        message = message[named.end() :]
+        if error.code() is not grpc.StatusCode.OUT_OF_RANGE:
+            message = f"{param}: {message}"
+    return ApiError(message, param=param, code=form.code, status=form.status, error_type=form.error_type)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make `app` answer every error in OpenAI's shape."""
+    app.add_exception_handler(ApiError, _answer_api_error)
+    app.add_exception_handler(grpc.aio.AioRpcError, _answer_rpc_error)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.add_exception_handler(ClientDisconnectedError, _answer_nobody)
+    app.add_exception_handler(Exception, _answer_unexpected)
+
+
+def _respond(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+    names_overflow = error.code == _OVERFLOW or error.param == "max_tokens"
+    message = error.message if names_overflow else _say_no_overflow(error.message)
+    body = {"message": message, "type": error.error_type, "param": error.param, "code": error.code}
+    return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+
+
+def _unexpected() -> ApiError:
+    return ApiError(
+        "internal error; the bridge's log has the details",
+        code="internal_error",
+        status=_HTTP_SERVER_ERROR,
+        error_type=_SERVER_ERROR,
+    )
+
+
+def _say_no_overflow(message: str) -> str:
+    return message.replace("max_tokens", "max_completion_tokens").replace("context length", "context size")
+
+
+async def _answer_api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _respond(error)
+
+
+async def _answer_rpc_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, grpc.aio.AioRpcError)
+    return _respond(from_rpc(error))
+
+
+async def _answer_validation_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    # A place in broken JSON is a number, not a field.
+    path = [] if first["type"] == "json_invalid" else [str(part) for part in first["loc"] if part != "body"]
+    problem = f"{first['msg']}: {first['ctx']['error']}" if first["type"] == "json_invalid" else str(first["msg"])
+    field = ".".join(path)
+    return _respond(ApiError(f"{field or 'request body'}: {problem}", param=field or None, code="invalid_value"))
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    error_type = _SERVER_ERROR if error.status_code >= _HTTP_SERVER_ERROR else _BAD_REQUEST
+    headers = dict(error.headers) if error.headers else None
+    return _respond(ApiError(message, status=error.status_code, error_type=error_type), headers)
+
+
+async def _answer_nobody(request: Request, _error: Exception) -> Response:
+    _logger.info("%s: the client left before its answer", request.url.path)
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _answer_unexpected(_request: Request, _error: Exception) -> Response:
+    # Starlette raises the error again after this answer, and uvicorn logs it in full.
+    return _respond(_unexpected())

@@ -1,0 +1,177 @@
+"""One sidecar, as the bridge sees it: what it serves, whether it serves, and calls to it.
+
+`run` follows the sidecar's health for as long as the bridge lives. Whatever was learnt of a sidecar is forgotten when
+the connection ends, since another model may come back at that address; only a tokenizer of the same SHA-256 is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from tokentape.channel import dial
+from tokentape.v1.generation_pb2 import (
+    GenerateRequest,
+    GenerateResponse,
+    GetModelRequest,
+    GetModelResponse,
+    GetTokenizerRequest,
+    GetTokenizerResponse,
+)
+from tokentape.v1.generation_pb2_grpc import GenerationServiceStub
+from tokentape_bridge.archive import MAX_ARCHIVE_BYTES, ArchiveError, unpack, verify
+from tokentape_bridge.errors import ApiError
+from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
+
+_logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_SECONDS = 0.8
+"""How long a health check may take; a sidecar that does not answer by then does not serve."""
+
+_MODEL_TIMEOUT_SECONDS = 10
+_TOKENIZER_TIMEOUT_SECONDS = 60
+_RETRY_SECONDS = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a sidecar serves, as of one connection."""
+
+    model: GetModelResponse
+    tokenizer: Tokenizer
+
+
+class Sidecar:
+    """A sidecar's client. Made on the event loop that uses it; `run` it, and `close` it in the end."""
+
+    def __init__(self, name: str, address: str) -> None:
+        """`name` is the part of its tape ids before the dot, `address` its gRPC address."""
+        self.name = name
+        self.address = address
+        self.in_flight = 0
+        """Requests being served by it."""
+        self.served_now: Served | None = None
+        """What it serves; None while it is not serving, or not known yet."""
+        self._channel = dial(address)
+        self._generation = GenerationServiceStub(self._channel)
+        # grpc_health's own stub has no types.
+        formats = HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
+        self._check_health = self._channel.unary_unary("/grpc.health.v1.Health/Check", *formats)
+        self._watch_health = self._channel.unary_stream("/grpc.health.v1.Health/Watch", *formats)
+        self._loading = asyncio.Lock()
+        self._tokenizer: Tokenizer | None = None
+
+    async def close(self) -> None:
+        """Close the connection; calls on it end."""
+        await self._channel.close()
+
+    async def run(self) -> None:
+        """Follow the sidecar's health until cancelled, and learn what it serves as soon as it does."""
+        while True:
+            try:
+                async for update in self._watch_health(HealthCheckRequest(), wait_for_ready=True):
+                    if update.status == HealthCheckResponse.SERVING:
+                        await self.served()
+                        _logger.info("sidecar %s at %s serves", self.name, self.address)
+                    else:
+                        await self._forget()
+                        _logger.warning("sidecar %s at %s does not serve", self.name, self.address)
+            except grpc.aio.AioRpcError as error:
+                _logger.warning("sidecar %s at %s is gone: %s", self.name, self.address, error.details())
+            except Exception:
+                _logger.exception("sidecar %s at %s cannot be used", self.name, self.address)
+            await self._forget()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def health(self) -> str | None:
+        """Return None when the sidecar serves right now and its tokenizer is loaded, else why not."""
+        try:
+            answer = await self._check_health(HealthCheckRequest(), timeout=HEALTH_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        if answer.status != HealthCheckResponse.SERVING:
+            return HealthCheckResponse.ServingStatus.Name(answer.status)
+        return "its tokenizer is being loaded" if self.served_now is None else None
+
+    async def served(self) -> Served:
+        """Return what the sidecar serves, asking it if need be. Raises `AioRpcError` while it cannot say."""
+        async with self._loading:
+            if self.served_now is None:
+                model = await self._generation.GetModel(GetModelRequest(), timeout=_MODEL_TIMEOUT_SECONDS)
+                self._tokenizer = await self._load_tokenizer()
+                self.served_now = Served(model, self._tokenizer)
+                if model.sidecar_name != self.name:
+                    _logger.error(
+                        "the sidecar at %s is named %r, not %r: its tapes will not be found",
+                        self.address,
+                        model.sidecar_name,
+                        self.name,
+                    )
+            return self.served_now
+
+    @contextlib.contextmanager
+    def occupied(self) -> Generator[None]:
+        """Count one request as being served by this sidecar."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse]:
+        """Yield the events of one call. Closing the iterator, or cancelling, aborts the call at the engine."""
+        call = self._generation.Generate(request)
+        try:
+            async for event in call:
+                yield event
+        finally:
+            call.cancel()
+
+    async def _forget(self) -> None:
+        # The lock lets a load in progress end first, so that it cannot bring back what is forgotten here.
+        async with self._loading:
+            self.served_now = None
+
+    async def _load_tokenizer(self) -> Tokenizer:
+        call = self._generation.GetTokenizer(GetTokenizerRequest(), timeout=_TOKENIZER_TIMEOUT_SECONDS)
+        try:
+            pieces = aiter(call)
+            first = await anext(pieces, GetTokenizerResponse())
+            if self._tokenizer is not None and self._tokenizer.sha256 == first.sha256:
+                return self._tokenizer
+            archive = await _receive(first, pieces)
+            return await asyncio.to_thread(_unpack_and_load, archive, first.sha256)
+        except (ArchiveError, TokenizerError) as error:
+            _logger.exception("sidecar %s has no usable tokenizer", self.name)
+            raise ApiError(str(error), code="tokenizer_unusable", status=500, error_type="server_error") from error
+        finally:
+            call.cancel()
+
+
+async def _receive(first: GetTokenizerResponse, rest: AsyncIterator[GetTokenizerResponse]) -> bytes:
+    """Return the verified archive of which `first` is the first piece. Raises `ArchiveError`."""
+    if first.size_bytes > MAX_ARCHIVE_BYTES:
+        raise ArchiveError(f"the tokenizer's archive has {first.size_bytes} bytes, more than {MAX_ARCHIVE_BYTES}")
+    archive = bytearray(first.data)
+    async for piece in rest:
+        archive += piece.data
+        if len(archive) > first.size_bytes:
+            break
+    whole = bytes(archive)
+    verify(whole, sha256=first.sha256, size_bytes=first.size_bytes)
+    return whole
+
+
+def _unpack_and_load(archive: bytes, sha256: str) -> Tokenizer:
+    with tempfile.TemporaryDirectory(prefix="tokentape-tokenizer-") as directory:
+        unpack(archive, Path(directory))
+        return Tokenizer.load(Path(directory), sha256)

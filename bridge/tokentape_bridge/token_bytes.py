@@ -1,0 +1,42 @@
+"""The bytes that each token stands for: exact where a token holds half a character, which text cannot show."""
+
+from __future__ import annotations
+
+import re
+
+from tokenizers import Tokenizer as FastTokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenBytes:
+    """Looks up tokens' bytes. For byte-level and byte-fallback vocabularies they join to the text's UTF-8."""
+
+    def __init__(self, tokenizer: FastTokenizer) -> None:
+        """`tokenizer` is the fast tokenizer behind a transformers one."""
+        self._id_to_token = tokenizer.id_to_token
+        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._is_byte_level = tokenizer.decoder is not None and b'"ByteLevel"' in tokenizer.decoder.__getstate__()
+
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of `token_id`; none for an id outside the vocabulary (a model's padding area)."""
+        if (added := self._added.get(token_id)) is not None:
+            return added.encode()
+        token: str | None = self._id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character in a byte-level vocabulary: printable ones are themselves."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    shifted = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
+
+
+_BYTE_OF = _byte_level_alphabet()

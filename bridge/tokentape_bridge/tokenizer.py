@@ -1,0 +1,110 @@
+"""Text to token ids and back, with the sidecar's own tokenizer and chat template.
+
+All methods are CPU work and safe to call from several threads at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as FastTokenizer
+
+from tokentape_bridge.errors import ApiError
+from tokentape_bridge.messages import TemplateMessage
+from tokentape_bridge.token_bytes import TokenBytes
+
+_logger = logging.getLogger(__name__)
+
+
+class TokenizerError(Exception):
+    """The files hold no tokenizer that transformers can load without running code from them."""
+
+
+class _PreTrainedTokenizer(Protocol):
+    """What is used of transformers' tokenizers, typed."""
+
+    @property
+    def backend_tokenizer(self) -> FastTokenizer: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
+    def apply_chat_template(self, conversation: Sequence[TemplateMessage], **options: object) -> list[int]: ...
+
+
+class Tokenizer:
+    """A tokenizer with its chat template. `sha256` identifies the files it came from."""
+
+    def __init__(self, tokenizer: _PreTrainedTokenizer, sha256: str) -> None:
+        """Use `load`."""
+        self.sha256 = sha256
+        self._tokenizer = tokenizer
+        self._bytes = TokenBytes(tokenizer.backend_tokenizer)
+        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
+        # The first use settles truncation and padding inside; later ones only read, so that threads can share it.
+        tokenizer.encode("", add_special_tokens=False)
+
+    @classmethod
+    def load(cls, directory: Path, sha256: str) -> Self:
+        """Read the files in `directory`. Raises `TokenizerError`."""
+        # Imported here because it takes 1 s, and the process should answer before.
+        from transformers import AutoTokenizer  # noqa: PLC0415
+
+        try:
+            # transformers' loaders have no usable types.
+            loaders: Any = AutoTokenizer
+            return cls(loaders.from_pretrained(directory, trust_remote_code=False, local_files_only=True), sha256)
+        except Exception as error:
+            raise TokenizerError(f"transformers cannot load the sidecar's tokenizer: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[TemplateMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_arguments: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> list[int]:
+        """Return the prompt's token ids: the template's text, encoded with the special tokens that it wrote, no more.
+
+        Raises `ApiError` when the template refuses the messages.
+        """
+        if reserved := self._reserved & template_arguments.keys():
+            field = "chat_template_kwargs"
+            raise ApiError(f"{field}: {min(reserved)!a} cannot be set here", param=field, code="invalid_value")
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **template_arguments,
+            )
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # A template is a program over the client's messages; what it stumbles over is the client's to mend.
+            _logger.debug("the chat template failed", exc_info=error)
+            problem = f"messages: the chat template cannot render them ({type(error).__name__}: {error})"
+            raise ApiError(problem[:300], param="messages", code="chat_template_error") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of `text`. Raises `ApiError` for text that is no Unicode (a lone surrogate)."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, ValueError) as error:
+            raise ApiError("prompt: is not valid Unicode text", param="prompt", code="invalid_value") from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of `token_ids`; an incomplete character at an end is U+FFFD."""
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one token stands for."""
+        return self._bytes.of(token_id)

@@ -1,0 +1,77 @@
+"""Settings of the executor, read once from the environment.
+
+| variable                  | meaning                                            | default                     |
+|---------------------------|----------------------------------------------------|-----------------------------|
+| TOKENTAPE_GYM_VENV        | virtual environment with nemo-gym 0.4 or newer     | `.venv-gym` beside this one |
+| TOKENTAPE_GYM_CONFIGS     | Gym's configuration files, separated by commas     | math_with_judge, vllm_model |
+| TOKENTAPE_GYM_AGENT       | the agent that runs rows without an `agent_ref`    | its simple agent            |
+| TOKENTAPE_START_TIMEOUT   | seconds that each process may take to be ready     | 120                         |
+| TOKENTAPE_ROLLOUT_TIMEOUT | seconds that one rollout may take; 0: no limit     | 0                           |
+| TOKENTAPE_TAPE_KEEPING    | seconds that the sidecar keeps a rollout's tape    | 60                          |
+| TOKENTAPE_LOG_DIR         | where the processes' logs go; they are kept there  | a temporary directory       |
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+GYM_CONFIGS = (
+    "resources_servers/math_with_judge/configs/math_with_judge.yaml",
+    "responses_api_models/vllm_model/configs/vllm_model.yaml",
+)
+"""The environment that runs by default: math problems, checked by math-verify, and the policy behind the bridge."""
+
+GYM_AGENT = "math_with_judge_simple_agent"
+"""The agent of that environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """How the executor starts what it needs, and how long it waits."""
+
+    gym_venv: Path = field(default_factory=lambda: Path(sys.prefix).with_name(".venv-gym"))
+    """Virtual environment with nemo-gym, which wants another Python than the engine. Default: the Makefile's."""
+    gym_configs: tuple[str, ...] = GYM_CONFIGS
+    """NeMo Gym's configuration files, absolute or relative to its installation."""
+    gym_agent: str = GYM_AGENT
+    """The agent that runs rows which name none."""
+    start_timeout_seconds: float = 120.0
+    """How long each process may take to be ready."""
+    rollout_timeout_seconds: float | None = None
+    """How long one rollout may take before it fails; `None`: as long as the agent needs."""
+    tape_time_to_live_seconds: float = 60.0
+    """How long the sidecar keeps a tape after its last call and its last reader."""
+    log_directory: Path | None = None
+    """Where logs of the processes go. `None`: a temporary directory that goes when the executor shuts down."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Read the variables above; raises `ValueError`, naming the variable, where one is malformed."""
+        configs = environment.get("TOKENTAPE_GYM_CONFIGS", "")
+        log_directory = environment.get("TOKENTAPE_LOG_DIR", "")
+        return cls(
+            gym_venv=Path(environment.get("TOKENTAPE_GYM_VENV") or Path(sys.prefix).with_name(".venv-gym")),
+            gym_configs=tuple(path.strip() for path in configs.split(",")) if configs else GYM_CONFIGS,
+            gym_agent=environment.get("TOKENTAPE_GYM_AGENT") or GYM_AGENT,
+            start_timeout_seconds=_seconds(environment, "TOKENTAPE_START_TIMEOUT") or 120.0,
+            rollout_timeout_seconds=_seconds(environment, "TOKENTAPE_ROLLOUT_TIMEOUT"),
+            tape_time_to_live_seconds=_seconds(environment, "TOKENTAPE_TAPE_KEEPING") or 60.0,
+            log_directory=Path(log_directory) if log_directory else None,
+        )
+
+
+def _seconds(environment: Mapping[str, str], name: str) -> float | None:
+    """Return a positive number of seconds; `None` where it is absent, empty or 0."""
+    text = environment.get(name, "")
+    try:
+        seconds = float(text or 0)
+    except ValueError:
+        raise ValueError(f"{name}: {text!r} is not a number of seconds") from None
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{name}: {text!r} is not a number of seconds")
+    return seconds or None

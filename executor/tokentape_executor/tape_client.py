@@ -1,0 +1,117 @@
+"""The trainer's end of `TapeService`: open a tape, follow it to its end, seal it.
+
+`watch` yields every entry of a tape once and in order, whatever happens to the connection: after UNAVAILABLE it asks
+again from the first position that it has not yielded. It gives up when no entry has come for `PATIENCE_SECONDS` since
+the connection was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from tokentape.v1 import tape_pb2, tape_pb2_grpc, types_pb2
+
+from tokentape_executor.assembler import positions
+from tokentape_executor.errors import from_rpc_error
+
+PATIENCE_SECONDS = 10.0
+"""How long `watch` tries to get back to a sidecar that it has lost."""
+
+_RETRY_SECONDS = 0.2
+_UNARY_TIMEOUT_SECONDS = 10.0
+_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTape:
+    """A tape and the secret that reading it takes."""
+
+    tape_id: str
+    """Lets its holder append: it travels with the agent's requests."""
+    reader_token: str
+    """Lets its holder read, seal and delete: it stays here."""
+
+
+class TapeClient:
+    """Tapes of one sidecar. Belongs to the event loop of its channel, and does not close it."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, sidecar_name: str, *, time_to_live_seconds: float | None = None
+    ) -> None:
+        """`channel` comes from `tokentape.channel.dial`; `sidecar_name` is the sidecar's own, as in GetModel.
+
+        The sidecar keeps each tape for `time_to_live_seconds` after its last call and its last reader; `None`: for as
+        long as it does by itself.
+        """
+        self._stub = tape_pb2_grpc.TapeServiceStub(channel)
+        self._sidecar_name = sidecar_name
+        self._time_to_live = None if time_to_live_seconds is None else _duration(time_to_live_seconds)
+
+    async def open(
+        self, *, max_context_tokens: int | None = None, sampling_policy: types_pb2.SamplingParameters | None = None
+    ) -> OpenedTape:
+        """Open a tape under a new id.
+
+        `max_context_tokens` bounds prompt and completion together in each call, in tokens; the fields that
+        `sampling_policy` has hold for every call. Raises `RolloutError` by the table in `errors.py`.
+        """
+        tape_id = f"{self._sidecar_name}.{secrets.token_hex(_ID_BYTES)}"
+        request = tape_pb2.OpenTapeRequest(
+            tape_id=tape_id,
+            limits=tape_pb2.TapeLimits(max_context_tokens=max_context_tokens, time_to_live=self._time_to_live),
+            sampling_policy=sampling_policy,
+        )
+        try:
+            response = await self._stub.OpenTape(request, timeout=_UNARY_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error("opening a tape", error) from error
+        return OpenedTape(tape_id, response.reader_token)
+
+    async def watch(self, tape: OpenedTape, *, from_sequence: int = 0) -> AsyncGenerator[tape_pb2.TapeEntry]:
+        """Yield the tape's entries from `from_sequence` on, until it is sealed. Close the generator when leaving early.
+
+        Raises `RolloutError` by the table in `errors.py`; `TapeLost` also where the sidecar came back without the tape.
+        """
+        sequence = from_sequence
+        lost_since: float | None = None
+        while True:
+            request = tape_pb2.WatchTapeRequest(
+                tape_id=tape.tape_id, reader_token=tape.reader_token, from_sequence=sequence
+            )
+            call = self._stub.WatchTape(request)
+            try:
+                async for response in call:
+                    lost_since = None
+                    for entry in response.entries:
+                        yield entry
+                        sequence = entry.sequence + positions(entry)
+            except grpc.aio.AioRpcError as error:
+                now = time.monotonic()
+                lost_since = lost_since or now
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or now - lost_since > PATIENCE_SECONDS:
+                    raise from_rpc_error("watching a tape", error) from error
+            else:
+                return
+            finally:
+                # Otherwise the sidecar's side of the stream would live on.
+                call.cancel()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def seal(self, tape: OpenedTape) -> None:
+        """End the tape: its running calls are aborted, later ones refused. Raises as `open` does."""
+        request = tape_pb2.SealTapeRequest(tape_id=tape.tape_id, reader_token=tape.reader_token)
+        try:
+            await self._stub.SealTape(request, timeout=_UNARY_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error("sealing a tape", error) from error
+
+
+def _duration(seconds: float) -> Duration:
+    return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
