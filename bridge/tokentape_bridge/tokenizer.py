@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from jinja2 import TemplateError
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
 from tokentape_bridge.errors import ApiError
@@ -34,7 +37,9 @@ class _PreTrainedTokenizer(Protocol):
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
     ) -> str: ...
-    def apply_chat_template(self, conversation: Sequence[TemplateMessage], **options: object) -> list[int]: ...
+    def apply_chat_template(self, conversation: Sequence[TemplateMessage], **options: object) -> str: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
 
 
 class Tokenizer:
@@ -44,6 +49,9 @@ class Tokenizer:
         """Use `load`."""
         self.sha256 = sha256
         self._tokenizer = tokenizer
+        self._special_texts = frozenset(
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        )
         self._bytes = TokenBytes(tokenizer.backend_tokenizer)
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         # The first use settles truncation and padding inside; later ones only read, so that threads can share it.
@@ -62,6 +70,11 @@ class Tokenizer:
         except Exception as error:
             raise TokenizerError(f"transformers cannot load the sidecar's tokenizer: {error}") from error
 
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The texts that `encode` takes for special tokens."""
+        return self._special_texts
+
     def render(
         self,
         messages: Sequence[TemplateMessage],
@@ -72,8 +85,27 @@ class Tokenizer:
     ) -> list[int]:
         """Return the prompt's token ids: the template's text, encoded with the special tokens that it wrote, no more.
 
-        Raises `ApiError` when the template refuses the messages.
+        The text of a special token in a message (`<|im_end|>` in a web page) is encoded as plain text. Raises
+        `ApiError` when the template refuses the messages.
         """
+        shielded, shields = self.shield(messages)
+        text = self.render_text(
+            shielded,
+            tools=tools,
+            template_arguments=template_arguments,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return self.encode_shielded(text, shields)
+
+    def render_text(
+        self,
+        messages: Sequence[TemplateMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_arguments: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
+        """Return the template's text. Raises `ApiError` when the template refuses the messages."""
         if reserved := self._reserved & template_arguments.keys():
             field = "chat_template_kwargs"
             raise ApiError(f"{field}: {min(reserved)!a} cannot be set here", param=field, code="invalid_value")
@@ -82,15 +114,39 @@ class Tokenizer:
                 messages,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **template_arguments,
             )
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A template is a program over the client's messages; what it stumbles over is the client's to mend.
-            _logger.debug("the chat template failed", exc_info=error)
+            _logger.info("the chat template failed", exc_info=error)
             problem = f"messages: the chat template cannot render them ({type(error).__name__}: {error})"
             raise ApiError(problem[:300], param="messages", code="chat_template_error") from error
+
+    def shield(self, messages: Sequence[TemplateMessage]) -> tuple[list[TemplateMessage], Mapping[str, str]]:
+        """Return the messages with special tokens' texts in them replaced by marks, and the text of each mark."""
+        if not any(text in str(message["content"]) for message in messages for text in self._special_texts):
+            return list(messages), {}
+        nonce = secrets.token_hex(8)
+        marks = {text: f"\ue000{nonce}-{index}\ue001" for index, text in enumerate(sorted(self._special_texts))}
+        pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+
+        def mark(message: TemplateMessage) -> TemplateMessage:
+            return {**message, "content": pattern.sub(lambda found: marks[found[0]], str(message["content"]))}
+
+        return [mark(message) for message in messages], {mark: text for text, mark in marks.items()}
+
+    def encode_shielded(self, text: str, shields: Mapping[str, str]) -> list[int]:
+        """Return the ids of `text` with its special tokens, but of the texts that marks stand for as plain text."""
+        if not shields:
+            return self.encode(text, add_special_tokens=False)
+        token_ids: list[int] = []
+        for piece in re.split("(" + "|".join(map(re.escape, shields)) + ")", text):
+            # Cut in two, a special token's text is no longer found as one.
+            parts = (shields[piece][:1], shields[piece][1:]) if piece in shields else (piece,)
+            for part in parts:
+                token_ids += self.encode(part, add_special_tokens=False)
+        return token_ids
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`. Raises `ApiError` for text that is no Unicode (a lone surrogate)."""

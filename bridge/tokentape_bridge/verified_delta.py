@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tokentape.v1 import types_pb2
-
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.messages import TemplateMessage
 
@@ -49,8 +48,12 @@ class ChatText(Protocol):
         """Return the template's text with the generation prompt. Raises `ApiError` where the template fails."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of `text`, special tokens recognised."""
+    def shield(self, messages: Sequence[TemplateMessage]) -> tuple[list[TemplateMessage], Mapping[str, str]]:
+        """Return the messages with special tokens' texts in them replaced by marks, and the text of each mark."""
+        ...
+
+    def encode_shielded(self, text: str, shields: Mapping[str, str]) -> list[int]:
+        """Return the ids of `text`, its special tokens recognised, marks as the plain text that they stand for."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -59,7 +62,7 @@ class ChatText(Protocol):
 
     @property
     def special_texts(self) -> frozenset[str]:
-        """The texts that `encode` takes for special or added tokens."""
+        """The texts that the tokenizer takes for special tokens."""
         ...
 
 
@@ -93,11 +96,12 @@ def verified_delta(
     reasoning out of the history is no reason to refuse: the sampled reasoning then stays in the prompt.
     """
     _check_messages(chat, turn.answer, new_messages)
-    tail = _tail(chat, turn, new_messages, tools, template_arguments)
+    shielded, shields = chat.shield([*turn.messages, turn.answer, *new_messages])
+    tail = _tail(chat, shielded[: len(turn.messages)], shielded, tools, template_arguments)
     reasoning = str(turn.answer.get("reasoning_content") or "").strip()
     if reasoning and reasoning not in tail and not keep_reasoning:
         raise Refused(types_pb2.SPLIT_CAUSE_TEMPLATE_STRIPS_REASONING)
-    delta = _after_terminator(chat.encode(tail, add_special_tokens=False), turn, stop_token_ids)
+    delta = _after_terminator(chat.encode_shielded(tail, shields), turn, stop_token_ids)
     text = chat.decode(delta, skip_special_tokens=False)
     for message in new_messages:
         if str(message.get("content") or "").strip() not in text:
@@ -115,15 +119,14 @@ def _check_messages(chat: ChatText, answer: TemplateMessage, new_messages: Seque
 
 def _tail(
     chat: ChatText,
-    turn: Turn,
-    new_messages: Sequence[TemplateMessage],
+    earlier: Sequence[TemplateMessage],
+    whole: Sequence[TemplateMessage],
     tools: Sequence[Mapping[str, Any]] | None,
     template_arguments: Mapping[str, Any],
 ) -> str:
     """Return Y[len(X):]."""
-    whole = [*turn.messages, turn.answer, *new_messages]
     try:
-        before = chat.render_text(turn.messages, tools=tools, template_arguments=template_arguments)
+        before = chat.render_text(earlier, tools=tools, template_arguments=template_arguments)
         after = chat.render_text(whole, tools=tools, template_arguments=template_arguments)
     except ApiError as error:
         raise Refused(types_pb2.SPLIT_CAUSE_TEMPLATE_ERROR, str(error)) from error

@@ -61,6 +61,8 @@ class _Branch:
     choice: Choice
     continuations: list[_Branch] = field(default_factory=list["_Branch"])
     """The branches that continue all of this choice and lead to a sampled token, in the order of their calls."""
+    latest_call_index: int = 0
+    """The latest call that the branch leads to, its own included."""
 
     @property
     def leads_somewhere(self) -> bool:
@@ -73,9 +75,9 @@ class _Branch:
 
 
 def _claim(branch: _Branch) -> tuple[bool, bool, int]:
-    """Rank the branches that continue one choice: continued itself, then complete, then early."""
+    """Rank the branches that continue one choice: continued itself, then complete, then leading to the latest call."""
     reason = branch.choice.finish_reason
-    return bool(branch.continuations), reason is not None and reason.complete, -branch.call.index
+    return bool(branch.continuations), reason is not None and reason.complete, branch.latest_call_index
 
 
 def build_samples(calls: Sequence[Call]) -> list[Sample]:
@@ -85,6 +87,7 @@ def build_samples(calls: Sequence[Call]) -> list[Sample]:
     }
     # Later calls continue earlier ones, so that going backwards every branch is linked before its parent is asked.
     for branch in reversed(branches.values()):
+        branch.latest_call_index = max([branch.call.index, *(each.latest_call_index for each in branch.continuations)])
         if branch.call.parent is not None and branch.leads_somewhere:
             parent, choice = branch.call.parent
             if branch.call.kept == len(parent.choices[choice].token_ids):

@@ -12,9 +12,9 @@ Invariants, for every tape that the assembler accepts:
 5. How the tape was chunked, and how its calls were interleaved, makes no difference to the samples.
 
 Each choice is a branch of its own, so n choices of a call give n samples with a common prompt. Of several calls that
-continue one completion, that extends its sample which was itself continued; then one that completed; then the earlier.
-So a request that its client repeated does not cut the conversation in two. Choices without a sampled token are left out
-unless something continues them.
+continue one completion, that extends its sample which was itself continued; then one that completed; then the one that
+leads to the latest call. So a request that its client repeated does not cut the conversation in two. Choices without a
+sampled token are left out unless something continues them.
 
 What contradicts the contract raises `TapeInconsistent`: entries out of order, missing or repeated, log-probabilities
 that are missing or not finite, counts that do not add up. Nothing is repaired.
@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 
 from tokentape.v1 import tape_pb2, types_pb2
-
 from tokentape_executor._branches import Call, Choice, build_samples
 from tokentape_executor.errors import TapeInconsistent
 from tokentape_executor.trajectory import FinishReason, Trajectory

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from tokentape.v1 import types_pb2
-
 from tokentape_executor.assembler import Assembler
 from tokentape_executor.errors import AgentFailed, RolloutError
 from tokentape_executor.nemo_gym import NemoGym, Row

@@ -22,7 +22,6 @@ from typing import Any, TypeVar, cast
 
 from tokentape.channel import dial
 from tokentape.process import ListenAddress
-
 from tokentape_executor._openrlhf_base import AgentExecutorBase
 from tokentape_executor.errors import ImagesUnsupported, StartFailed
 from tokentape_executor.executor import NemoGymExecutor

@@ -18,14 +18,14 @@ def openrlhf_result(rollout: Rollout, *, prompt: str, label: str) -> dict[str, A
     `extra_logs`: floats, the same keys in every result.
 
     OpenRLHF takes one sequence per rollout. Where a rollout has several samples (its history was changed, it forked, or
-    asked for several choices), the main one is that with the latest call: it ends with what was verified. The others'
-    tokens are not trained on; `extra_logs` counts them. Raises `NothingSampled` where no token was sampled: a
-    sample without an action makes the trainer's masked means 0/0.
+    asked for several choices), the main one is that with the latest call that completed: it ends with what was
+    verified. The others' tokens are not trained on; `extra_logs` counts them. Raises `NothingSampled` where no token
+    was sampled: a sample without an action makes the trainer's masked means 0/0.
     """
     trajectory = rollout.trajectory
     if not trajectory.samples:
         raise NothingSampled(f"no token was sampled in {trajectory.call_count} calls")
-    sample = max(trajectory.samples, key=lambda candidate: candidate.last_call_index)
+    sample = max(trajectory.samples, key=lambda each: (each.finish_reason.complete, each.last_call_index))
     reward = rollout.outcome.reward
     return {
         "prompt": prompt,

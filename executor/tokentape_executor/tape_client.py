@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
-from tokentape.v1 import tape_pb2, tape_pb2_grpc, types_pb2
 
+from tokentape.v1 import tape_pb2, tape_pb2_grpc, types_pb2
 from tokentape_executor.assembler import positions
 from tokentape_executor.errors import from_rpc_error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
-
 from tokentape_sidecar import tape as tapes
 from tokentape_sidecar.calls import CallReference, CallRequest
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Model, Sampling, StructuredOutput, TopLogprobs

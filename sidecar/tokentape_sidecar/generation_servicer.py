@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import AsyncIterator
 
 from tokentape.v1 import generation_pb2, generation_pb2_grpc
-
 from tokentape_sidecar import convert
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Engine

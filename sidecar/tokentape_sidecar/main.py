@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal
 
 from tokentape.process import ListenAddress, add_server_options, configure_logging, write_ready_file
-
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.errors import TokentapeError
 from tokentape_sidecar.script import Script, ScriptError

@@ -20,10 +20,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
+
 from tokentape.channel import KEEPALIVE_SECONDS, MESSAGE_OPTIONS
 from tokentape.process import ListenAddress
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc
-
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.generation_servicer import GenerationServicer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from tokentape.v1 import tape_pb2, tape_pb2_grpc
-
 from tokentape_sidecar import convert
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.rpc_errors import Context

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import grpc.aio
 import pytest
+
 from support.engines import ManualEngine
 from support.refusals import refused
 from support.scripted import RunningSidecar, call, scripted_sidecar, sidecar_on, tokens

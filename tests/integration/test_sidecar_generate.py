@@ -12,6 +12,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
+from transformers import AutoTokenizer
+
 from support.engines import ManualEngine
 from support.refusals import refused
 from support.scripted import TOY_TOKENIZER, Json, RunningSidecar, call, scripted_sidecar, sidecar_on, tokens
@@ -21,7 +23,6 @@ from tokentape.channel import MAX_MESSAGE_BYTES
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from tokentape_sidecar import errors
 from tokentape_sidecar.rpc_errors import STATUS_OF
-from transformers import AutoTokenizer
 
 Sampling = types_pb2.SamplingParameters
 STOP, LENGTH, ABORT = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH, types_pb2.FINISH_REASON_ABORT

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from support.engines import ManualEngine
 from support.refusals import refused
 from support.scripted import RunningSidecar, call, scripted_sidecar, sidecar_on, tokens

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+
 from support.refusals import refused
 from support.scripted import (
     TOY_TOKENIZER,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+
 from support.refusals import refused
 from support.scripted import Json, RunningSidecar, call, scripted_sidecar, tokens
 from support.sidecar_client import OpenedTape, SidecarClient, new_tape_id, positions, prompts_on, sampled_on

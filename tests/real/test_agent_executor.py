@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import pytest_asyncio
+
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.openrlhf import AgentExecutor
 
@@ -118,11 +119,10 @@ def sampling_params(max_tokens: int) -> SamplingParams:
 async def test_a_failed_start_is_told_and_leaves_nothing(
     executor: SecondTimeLucky, actor: Actor, hf_tokenizer: Any
 ) -> None:
-    before = set(psutil.Process().children(recursive=True))
     with pytest.raises(StartFailed, match="the policy's server is not ready"):
         await executor.execute("What is 1 + 1?", "2", sampling_params(8), 512, hf_tokenizer, actor)
 
-    assert set(psutil.Process().children(recursive=True)) == before
+    assert supervised() == []
 
 
 async def test_concurrent_rollouts_are_what_the_engine_emitted(
@@ -190,13 +190,15 @@ async def test_max_length_bounds_prompt_and_completion(
     assert sampled_ids(result) == list(actor.emitted.values())[-1]
 
 
+def supervised() -> list[psutil.Process]:
+    """The bridge and Gym with all that they started; not the engine's own processes."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    leashes = [child for child in children if any("_leash.py" in word for word in child.cmdline())]
+    return [process for leash in leashes for process in (leash, *leash.children(recursive=True))]
+
+
 async def test_shutdown_ends_all_but_the_engine(executor: SecondTimeLucky, actor: Actor) -> None:
-    started_by_us = [
-        process
-        for child in psutil.Process().children()
-        if "_leash.py" in " ".join(child.cmdline())
-        for process in (child, *child.children(recursive=True))
-    ]
+    started_by_us = supervised()
     assert len(started_by_us) > 20
     began = time.monotonic()
     await asyncio.to_thread(executor.shutdown)

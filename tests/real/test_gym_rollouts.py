@@ -19,6 +19,7 @@ import psutil
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
+
 from tokentape.channel import dial
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_executor.errors import AgentFailed, RolloutError, StartFailed
@@ -254,8 +255,15 @@ async def test_a_row_for_an_unknown_agent_is_refused_with_the_known_ones(stack: 
         await stack.gym.run(row)
 
 
+def supervised() -> list[psutil.Process]:
+    """All processes of this test's services; other tests' engines may be running, or be zombies, beside them."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    leashes = [child for child in children if any("_leash.py" in word for word in child.cmdline())]
+    return [process for leash in leashes for process in (leash, *leash.children(recursive=True))]
+
+
 async def test_stopping_leaves_no_process_and_no_file(stack: Stack) -> None:
-    everything = psutil.Process().children(recursive=True)
+    everything = supervised()
     scratch = next(
         Path(value) for child in everything if (value := child.environ().get("TMPDIR", "")).startswith("/tmp/tt-")
     )

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 import pytest
 import pytest_asyncio
-from tokentape.v1 import generation_pb2, types_pb2
 
 from support.real_engine import Emitted, load_engine, record_emitted, requests_of
 from support.refusals import refused
 from support.scripted import RunningSidecar, sidecar_on
 from support.sidecar_client import Generated, sampled_on
 from support.waiting import eventually
+from tokentape.v1 import generation_pb2, types_pb2
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -108,7 +108,9 @@ async def sidecar(engine: RealEngine, path: Literal["direct", "public"] = "direc
 
 def differences(expected: Any, token_ids: Sequence[int], logprobs: Sequence[float]) -> list[float]:
     """How far each log-probability lies from its own in `expected`, rows of a log-softmax."""
-    return [abs(row[token_id].item() - value) for row, token_id, value in zip(expected, token_ids, logprobs, strict=True)]
+    return [
+        abs(row[token_id].item() - value) for row, token_id, value in zip(expected, token_ids, logprobs, strict=True)
+    ]
 
 
 async def test_the_tapes_ids_are_the_engine_cores_for_calls_at_once(
@@ -119,9 +121,7 @@ async def test_the_tapes_ids_are_the_engine_cores_for_calls_at_once(
         tape = await client.open_tape()
         generated = await asyncio.gather(
             *(
-                client.generate(
-                    engine.prompt(question), Sampling(temperature=1.0, max_tokens=24), tape_id=tape.tape_id
-                )
+                client.generate(engine.prompt(question), Sampling(temperature=1.0, max_tokens=24), tape_id=tape.tape_id)
                 for question in QUESTIONS
             )
         )
@@ -281,9 +281,7 @@ async def test_a_client_that_leaves_frees_the_engine_and_its_tokens_are_kept(
     assert sampled_on(entries, call_id) == below[: completion.token_count]
 
 
-async def test_prompt_logprobs_are_the_prompt_tokens_own(
-    engine: RealEngine, path: Literal["direct", "public"]
-) -> None:
+async def test_prompt_logprobs_are_the_prompt_tokens_own(engine: RealEngine, path: Literal["direct", "public"]) -> None:
     prompt = engine.prompt(QUESTIONS[0])
     async with sidecar(engine, path) as running:
         generated = await running.client.generate(prompt, Sampling(prompt_logprobs=2, max_tokens=2))
@@ -399,7 +397,9 @@ async def test_a_conversation_that_continues_ids_is_what_the_engine_is_given(eng
         )
         suffix = engine.tokenizer.encode("\n<|im_start|>user\nAnd 4 + 4?<|im_end|>\n<|im_start|>assistant\n")
         parent = types_pb2.CallReference(call_id=first.started.call_id)
-        second = await client.generate(suffix, Sampling(prompt_logprobs=0, max_tokens=8), tape_id=tape.tape_id, parent=parent)
+        second = await client.generate(
+            suffix, Sampling(prompt_logprobs=0, max_tokens=8), tape_id=tape.tape_id, parent=parent
+        )
     whole = engine.prompt(QUESTIONS[0]) + first.token_ids() + suffix
     assert second.started.prompt_token_count == len(whole)
     off = differences(engine.logits(whole).log_softmax(-1), whole[1:], second.started.prompt_logprobs)

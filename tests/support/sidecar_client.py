@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from tokentape.channel import dial
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
 

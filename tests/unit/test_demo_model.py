@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tokentape_executor.demo.model import CHECKPOINT_FILES, ModelError, build_model, gguf_file
 
 

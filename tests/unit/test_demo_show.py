@@ -7,6 +7,7 @@ import math
 
 import pytest
 from rich.console import Console
+
 from tokentape_executor.demo import show
 from tokentape_executor.demo.transcript import Span, Transcript
 from tokentape_executor.errors import AgentFailed

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from rich.console import Console
+
 from tokentape_executor.demo.steps import Steps
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
 from tokentape_executor.demo.transcript import Span, Transcript, token_pieces
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_executor.assembler import Assembler, positions
 from tokentape_executor.errors import TapeInconsistent
@@ -318,6 +319,47 @@ def test_a_repeated_request_does_not_cut_the_conversation(first_reason: int | No
     assert main.tokens == [1, 10, 2, 21, 3, 30]
     assert main.action_ranges == [(1, 2), (3, 4), (5, 6)]
     assert (spare.tokens, spare.action_ranges) == ([1, 10, 2, 20], [(3, 4)])
+
+
+@pytest.mark.parametrize("first_reason", [STOP, ABORT, None])
+def test_a_repeated_last_request_counts_as_the_repetition(first_reason: int | None) -> None:
+    main, _ = sorted(
+        assemble(
+            tape_of(
+                ModelCall((1,), (run(10),)),
+                ModelCall((2,), (run(20),), parent=(0, 0, 1), reasons=(first_reason,)),
+                ModelCall((2,), (run(21),), parent=(0, 0, 1)),
+            )
+        ).samples,
+        key=lambda sample: -len(sample.action_ranges),
+    )
+    assert main.tokens == [1, 10, 2, 21]
+
+
+def test_an_aborted_repetition_takes_nothing_from_the_answer() -> None:
+    main, spare = assemble(
+        tape_of(
+            ModelCall((1,), (run(10),)),
+            ModelCall((2,), (run(20),), parent=(0, 0, 1)),
+            ModelCall((2,), (run(21),), parent=(0, 0, 1), reasons=(ABORT,)),
+        )
+    ).samples
+    assert (main.tokens, main.action_ranges) == ([1, 10, 2, 20], [(1, 2), (3, 4)])
+    assert (spare.tokens, spare.finish_reason) == ([1, 10, 2, 21], FinishReason.ABORT)
+
+
+def test_of_two_branches_that_went_on_the_longer_lived_keeps_the_common_part() -> None:
+    main, side = assemble(
+        tape_of(
+            ModelCall((1,), (run(10),)),
+            ModelCall((2,), (run(20),), parent=(0, 0, 1)),
+            ModelCall((3,), (run(30),), parent=(0, 0, 1)),
+            ModelCall((4,), (run(40),), parent=(2, 0, 1)),
+            ModelCall((5,), (run(50),), parent=(1, 0, 1)),
+        )
+    ).samples
+    assert main.tokens == [1, 10, 2, 20, 5, 50]
+    assert (side.tokens, side.action_ranges) == ([1, 10, 3, 30, 4, 40], [(3, 4), (5, 6)])
 
 
 def test_each_of_n_choices_is_a_sample_and_can_be_continued() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] # it ships none
 import pytest
+
 from tokentape_executor import openrlhf
 from tokentape_executor._openrlhf_base import AgentExecutorBase
 from tokentape_executor.errors import ImagesUnsupported, NothingSampled, StartFailed
@@ -38,6 +39,13 @@ def result(*samples: Sample, truncated: bool = False) -> dict[str, Any]:
     sampled = sum(each.action_token_count for each in samples)
     trajectory = Trajectory(list(samples), call_count=len(samples), sampled_token_count=sampled)
     return openrlhf_result(Rollout("main.0", trajectory, Outcome(1.0, truncated, {})), prompt="?", label="5")
+
+
+def test_an_aborted_call_is_not_the_result() -> None:
+    answer = sample(last_call=1, tokens=[1, 2], start=1)
+    stray = sample(last_call=2, tokens=[1, 3], start=1, reason=FinishReason.ABORT)
+    assert result(answer, stray)["observation_tokens"] == [1, 2]
+    assert result(stray)["observation_tokens"] == [1, 3]
 
 
 def test_the_result_is_the_sample_with_the_latest_call() -> None:

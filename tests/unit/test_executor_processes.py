@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.nemo_gym import NemoGym
 from tokentape_executor.processes import ChildProcess

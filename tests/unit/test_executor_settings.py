@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+
 from tokentape.v1 import types_pb2
 from tokentape_executor import errors
 from tokentape_executor.errors import ExecutorError, RolloutError, from_rpc_error

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+
 from tokentape.channel import dial
 from tokentape.process import ListenAddress
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, types_pb2

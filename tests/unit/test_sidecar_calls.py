@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+
 from support.engines import ManualEngine, toy_model
 from tokentape_sidecar.calls import CallReference, CallRequest, Calls
 from tokentape_sidecar.engine import FinishReason, Sampling

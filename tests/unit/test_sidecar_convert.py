@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+
 from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
 from tokentape_sidecar import convert
 from tokentape_sidecar.calls import CallReference, CallRequest

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs
 from tokentape_sidecar.errors import CallError, EngineDead, TokentapeError
 from tokentape_sidecar.record import CallReader, CallRecord, Completion, Parent, TokenRun

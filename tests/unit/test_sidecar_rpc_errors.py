@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+
 from tokentape_sidecar import errors
 from tokentape_sidecar.rpc_errors import STATUS_OF
 

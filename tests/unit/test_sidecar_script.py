@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from tokentape_sidecar.script import Script, ScriptError
 
 WHOLE = {

@@ -7,6 +7,7 @@ import logging
 import math
 
 import pytest
+
 from support.scripted import TOY_TOKENIZER, Json, call, script, tokens
 from tokentape_sidecar.calls import CallRequest, Calls
 from tokentape_sidecar.engine import FinishReason, Sampling

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from support.sidecar_client import Position, positions, prompts_on, sampled_on
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_sidecar.convert import entry_to_proto

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from support.engines import ManualEngine
 from support.sidecar_client import new_tape_id
 from tokentape_sidecar import tape_store

@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+
 from tokentape_sidecar.errors import NotFound
 from tokentape_sidecar.tokenizer_archive import TOKENIZER_FILES, pack_tokenizer
 

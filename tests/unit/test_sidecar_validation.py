@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from support.engines import toy_model
 from tokentape_sidecar.engine import Sampling, StructuredOutput
 from tokentape_sidecar.errors import InvalidArgument

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokentape.channel import dial
-
 from tokentape_executor.demo.steps import Steps
 from tokentape_executor.executor import NemoGymExecutor
 from tokentape_executor.nemo_gym import NemoGym

@@ -1,7 +1,7 @@
 """Which weights sample the next token, learnt from what is done to the engine.
 
-vLLM 0.32 and later stamp their outputs with a version, but only if somebody names one; earlier ones stamp nothing, and a
-trainer that drives the engine itself (OpenRLHF) names none. So the engine object's own methods are watched: the first
+vLLM 0.32 and later stamp their outputs with a version, but only if somebody names one; earlier ones stamp nothing, and
+a trainer that drives the engine itself (OpenRLHF) names none. So the engine object's own methods are watched: the first
 call that changes weights opens an update, and the next output closes it. A version is the name that the engine stamps,
 if any, and the number of unnamed updates since.
 
@@ -20,8 +20,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tokentape_sidecar.engine import Weights
 
-# The workers' methods that change weights, in vLLM (reload_weights, update_weights, start_weight_update) and in trainers'
-# own worker extensions (OpenRLHF: update_weight, update_weight_cuda_ipc).
+# The workers' methods that change weights, in vLLM (reload_weights, update_weights, start_weight_update) and in
+# trainers' own worker extensions (OpenRLHF: update_weight, update_weight_cuda_ipc).
 _CHANGES_WEIGHTS = re.compile(r"(?:^|_)(?:update|load|reload|set|start|finish)_(?:\w+_)?weights?(?:_|$)")
 
 # What vLLM calls weights that nobody has named.

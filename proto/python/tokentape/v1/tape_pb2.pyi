@@ -269,12 +269,22 @@ class TapeEntry(_message.Message):
         LOGPROBS_FIELD_NUMBER: _builtins.int
         TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
         WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+        BOUNDARY_UNCERTAIN_FIELD_NUMBER: _builtins.int
+        STALE_CACHE_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
         """The call."""
         choice: _builtins.int
         """Which choice, 0 to n - 1."""
         weight_version: _builtins.str
         """The version of the weights that sampled these tokens; empty while none was ever set."""
+        boundary_uncertain: _builtins.bool
+        """Whether weight_version may begin a few tokens earlier or later than this run says: the weights were changed while
+        the engine was sampling.
+        """
+        stale_cache: _builtins.bool
+        """Whether these tokens were sampled on cached computations of earlier weights, so that their log-probabilities are
+        those of no one version.
+        """
         @_builtins.property
         def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """The sampled token ids, in order; never empty."""
@@ -296,10 +306,12 @@ class TapeEntry(_message.Message):
             logprobs: _abc.Iterable[_builtins.float] | None = ...,
             top_logprobs: _types_pb2.TopLogprobs | None = ...,
             weight_version: _builtins.str = ...,
+            boundary_uncertain: _builtins.bool = ...,
+            stale_cache: _builtins.bool = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "call_id", b"call_id", "choice", b"choice", "logprobs", b"logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "weight_version", b"weight_version"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "boundary_uncertain", b"boundary_uncertain", "call_id", b"call_id", "choice", b"choice", "logprobs", b"logprobs", "stale_cache", b"stale_cache", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "weight_version", b"weight_version"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
         _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -468,6 +480,7 @@ class GetTapeResponse(_message.Message):
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     END_SEQUENCE_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     schema_version: _builtins.int
     """The tape's schema version."""
     next_sequence: _builtins.int
@@ -476,6 +489,8 @@ class GetTapeResponse(_message.Message):
     """The position after the tape's last entry as it stands. Above next_sequence: there are more pages."""
     sealed: _builtins.bool
     """Whether the tape is sealed, so that end_sequence is final."""
+    size_bytes: _builtins.int
+    """Memory that the whole tape takes in the sidecar, in bytes: its columns and its log."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___TapeEntry]:
         """In order, from from_sequence on."""
@@ -488,10 +503,11 @@ class GetTapeResponse(_message.Message):
         next_sequence: _builtins.int = ...,
         end_sequence: _builtins.int = ...,
         sealed: _builtins.bool = ...,
+        size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_sequence", b"end_sequence", "entries", b"entries", "next_sequence", b"next_sequence", "schema_version", b"schema_version", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_sequence", b"end_sequence", "entries", b"entries", "next_sequence", b"next_sequence", "schema_version", b"schema_version", "sealed", b"sealed", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,19 +683,23 @@ class SealTapeResponse(_message.Message):
 
     END_SEQUENCE_FIELD_NUMBER: _builtins.int
     SAMPLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     end_sequence: _builtins.int
     """The position after the seal: the number of positions on the tape."""
     sampled_token_count: _builtins.int
     """Tokens sampled on the tape."""
+    size_bytes: _builtins.int
+    """Memory that the tape takes in the sidecar, in bytes: its columns and its log."""
     def __init__(
         self,
         *,
         end_sequence: _builtins.int = ...,
         sampled_token_count: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_sequence", b"end_sequence", "sampled_token_count", b"sampled_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_sequence", b"end_sequence", "sampled_token_count", b"sampled_token_count", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
