@@ -18,7 +18,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[dict[str, SidecarPool]]:
-        async with open_pool(settings.sidecars) as pool:
+        async with open_pool(settings.sidecars, settings.chat) as pool:
             yield {"pool": pool}
 
     app = FastAPI(title="tokentape bridge", lifespan=lifespan, docs_url=None, redoc_url=None)

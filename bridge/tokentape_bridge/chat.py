@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Sequence
 
 from tokentape.v1.generation_pb2 import GenerateRequest
+from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.completion import collect
+from tokentape_bridge.continuation import Conversation, Prompt, continue_or_render
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.messages import to_template_messages
 from tokentape_bridge.responses import Json, chat_completion
 from tokentape_bridge.sampling import fit, to_sampling_parameters
 from tokentape_bridge.schemas import ChatCompletionRequest, Message, PromptSource, TokenizeRequest, reject_unsupported
 from tokentape_bridge.sidecar_pool import SidecarPool
-from tokentape_bridge.tokenizer import Tokenizer
 
 
 async def complete_chat(pool: SidecarPool, request: ChatCompletionRequest, tape_id: str) -> Json:
@@ -24,19 +25,25 @@ async def complete_chat(pool: SidecarPool, request: ChatCompletionRequest, tape_
     reject_unsupported(request)
     call_request = _to_generate_request(request, tape_id)
     sidecar, served = await pool.choose(tape_id, request.model)
+    conversation = _conversation(request, request.messages, request.echoed_token_ids)
     with sidecar.occupied():
-        prompt = await _render(served.tokenizer, request, request.messages)
-        call_request.prompt_token_ids.extend(prompt)
-        choice_count = call_request.sampling.n or 1
-        call = await collect(sidecar.generate(call_request), choice_count)
+        if tape_id:
+            prompt = await continue_or_render(
+                served.chat, conversation, sidecar.find_calls, tape_id=tape_id, with_whole=request.wants_token_ids
+            )
+        else:
+            prompt = Prompt(await asyncio.to_thread(served.chat.render, conversation))
+        _set_prompt(call_request, prompt, conversation)
+        call = await collect(sidecar.generate(call_request), call_request.sampling.n or 1)
     return await asyncio.to_thread(
         chat_completion,
         request,
         call,
         model=served.model.name,
         tape_id=tape_id,
-        prompt_token_ids=prompt,
-        tokenizer=served.tokenizer,
+        prompt=prompt,
+        conversation=conversation,
+        chat=served.chat,
     )
 
 
@@ -49,11 +56,11 @@ async def tokenize(pool: SidecarPool, request: TokenizeRequest) -> Json:
         raise ApiError("messages: give either messages or prompt", param="messages", code="invalid_value")
     _, served = await pool.choose("", request.model)
     if request.messages is not None:
-        tokens = await _render(served.tokenizer, request, request.messages)
+        tokens = await asyncio.to_thread(_render, served.chat, request, request.messages)
     else:
         add_special_tokens = request.add_special_tokens is not False
         tokens = await asyncio.to_thread(
-            served.tokenizer.encode, request.prompt or "", add_special_tokens=add_special_tokens
+            served.chat.tokenizer.encode, request.prompt or "", add_special_tokens=add_special_tokens
         )
     return {"count": len(tokens), "max_model_len": served.model.max_context_tokens, "tokens": tokens}
 
@@ -83,12 +90,28 @@ def _to_generate_request(request: ChatCompletionRequest, tape_id: str) -> Genera
     return call
 
 
-async def _render(tokenizer: Tokenizer, source: PromptSource, messages: Sequence[Message]) -> list[int]:
+def _set_prompt(call: GenerateRequest, prompt: Prompt, conversation: Conversation) -> None:
+    call.prompt_token_ids.extend(prompt.token_ids)
+    call.anchor = conversation.anchor
+    call.context_fingerprint = conversation.context
+    if prompt.parent is not None:
+        call.parent.CopyFrom(prompt.parent)
+    else:
+        call.split_cause = prompt.split_cause
+
+
+def _conversation(
+    source: PromptSource, messages: Sequence[Message], echoed_token_ids: Sequence[int] = ()
+) -> Conversation:
     # Whatever tool_choice says, the tools are rendered: /tokenize is not told of it, and must give the same prompt.
-    return await asyncio.to_thread(
-        tokenizer.render,
+    return Conversation(
         to_template_messages(messages),
-        tools=source.tools,
-        template_arguments=source.chat_template_kwargs or {},
+        source.tools,
+        source.chat_template_kwargs or {},
         add_generation_prompt=source.add_generation_prompt is not False,
+        echoed_token_ids=echoed_token_ids,
     )
+
+
+def _render(chat: ChatModel, source: PromptSource, messages: Sequence[Message]) -> list[int]:
+    return chat.render(_conversation(source, messages))

@@ -30,16 +30,13 @@ class ChatModel:
         stop_token_ids: Sequence[int],
         family: Family | None = None,
         reads_reasoning: bool = True,
-        keep_reasoning: bool = False,
     ) -> None:
         """`stop_token_ids` are the model's terminators, `family` its renderer.
 
-        `reads_reasoning`: whether `<think>` is taken for reasoning, or left in the content. `keep_reasoning`: whether
-        sampled reasoning stays in prompts where the template would leave it out.
+        `reads_reasoning`: whether `<think>` is taken for reasoning, or left in the content.
         """
         self.tokenizer = tokenizer
         self.stop_token_ids = frozenset(stop_token_ids)
-        self.keep_reasoning = keep_reasoning
         self._family = family
         self._reads_reasoning = reads_reasoning
 
@@ -54,12 +51,17 @@ class ChatModel:
         return self._family is not None
 
     def render(self, conversation: Conversation) -> list[int]:
-        """Return the ids of the whole conversation with the generation prompt. Raises `ApiError`."""
+        """Return the ids of the whole conversation with the generation prompt. Raises `ApiError`.
+
+        The family's renderer does it only for a tokenizer that comes without a template.
+        """
+        if self._family is not None and not self.tokenizer.has_template:
+            return self._family.render(conversation.messages, tools=conversation.tools)
         return self.tokenizer.render(
             conversation.messages,
             tools=conversation.tools,
             template_arguments=conversation.template_arguments,
-            add_generation_prompt=True,
+            add_generation_prompt=conversation.add_generation_prompt,
         )
 
     def render_text(
@@ -93,28 +95,43 @@ class ChatModel:
         conversation: Conversation,
         *,
         with_tools: bool,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> Answer:
         """Return what a completion says that was sampled after `conversation`.
 
         `completion` is how it ended, `None` if it has not. Tool calls are read if `with_tools` and there are tools.
+        The others are the request's: whether special tokens are left out of the text, and where a stop string counts.
         """
         with_tools = with_tools and bool(conversation.tools)
         if self._family is not None:
             return self._family.parse(token_ids, tools=conversation.tools if with_tools else None)
-        text = self.text_of(token_ids, completion)
+        text = self._text(token_ids, completion, skip_special_tokens=skip_special_tokens, min_tokens=min_tokens)
         return parse_answer(
             text,
             with_tools=with_tools,
             with_reasoning=self._reads_reasoning,
-            reasoning_is_open="</think>" in text and self._opens_reasoning(conversation),
+            reasoning_is_open=self._reads_reasoning and self._opens_reasoning(conversation),
         )
 
-    def text_of(self, token_ids: Sequence[int], completion: types_pb2.Completion | None) -> str:
-        """Return a completion's text without the stop token, or what follows a stop string's beginning."""
-        if completion is None:
-            return self.decode(token_ids, skip_special_tokens=True)
-        text = self.decode(token_ids[:-1] if ended_by_token(completion) else token_ids, skip_special_tokens=True)
-        return text.partition(completion.stop_string)[0] if completion.HasField("stop_string") else text
+    def _text(
+        self,
+        token_ids: Sequence[int],
+        completion: types_pb2.Completion | None,
+        *,
+        skip_special_tokens: bool,
+        min_tokens: int,
+    ) -> str:
+        """Return a completion's text without its stop token, and up to its stop string."""
+        if completion is not None and ended_by_token(completion):
+            token_ids = token_ids[:-1]
+        text = self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if completion is None or not completion.HasField("stop_string"):
+            return text
+        # Within the first min_tokens a stop string does not count; one that ends later does.
+        spared = self.decode(token_ids[:min_tokens], skip_special_tokens=skip_special_tokens)
+        start = text.find(completion.stop_string, max(0, len(spared) - len(completion.stop_string) + 1))
+        return text if start < 0 else text[:start]
 
     def bridge_turns(
         self,
@@ -134,7 +151,7 @@ class ChatModel:
         return whole[len(before) :] if whole is not None and whole[: len(before)] == before else None
 
     def _opens_reasoning(self, conversation: Conversation) -> bool:
-        return reasoning_is_open(
+        return self.tokenizer.template_mentions("<think>") and reasoning_is_open(
             self.render_text(
                 conversation.messages,
                 tools=conversation.tools,

@@ -44,6 +44,8 @@ class Conversation:
     messages: Sequence[TemplateMessage]
     tools: Sequence[Mapping[str, Any]] | None
     template_arguments: Mapping[str, Any]
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the opening of the model's answer."""
     echoed_token_ids: Sequence[int] = ()
     """Prompt and completion of the call that gave the last answer, as the client echoes them; empty: it does not."""
 
@@ -89,6 +91,8 @@ class _Candidate:
 
     call: _FoundCall
     choice: int
+    keep_reasoning: bool
+    """Whether the tape wants sampled reasoning kept where the template would leave it out."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -141,7 +145,7 @@ async def _find_parent(
             include_prompts=with_prompts,
         )
     )
-    candidate = _match(chat, before, conversation.messages[answers[0]], found.calls)
+    candidate = _match(chat, before, conversation.messages[answers[0]], found)
     if candidate is None:
         raise Refused(await _why_unmatched(chat, conversation, find_calls, tape_id))
     if candidate.completion is None or candidate.completion.finish_reason not in _COMPLETE:
@@ -150,11 +154,9 @@ async def _find_parent(
     return candidate
 
 
-def _match(
-    chat: ChatModel, before: Conversation, echo: TemplateMessage, calls: Sequence[_FoundCall]
-) -> _Candidate | None:
-    """Return the latest of `calls`' completions that says what `echo` says."""
-    for call in reversed(calls):
+def _match(chat: ChatModel, before: Conversation, echo: TemplateMessage, found: FindCallsResponse) -> _Candidate | None:
+    """Return the latest completion found that says what `echo` says."""
+    for call in reversed(found.calls):
         for index, choice in enumerate(call.choices):
             completion = choice.completion if choice.HasField("completion") else None
             # Whether its request let the model call tools is not known, so either reading of the text will do.
@@ -162,7 +164,7 @@ def _match(
                 chat.parse(choice.token_ids, completion, before, with_tools=with_tools).equals(echo)
                 for with_tools in (True, False)
             ):
-                return _Candidate(call, index)
+                return _Candidate(call, index, found.keep_reasoning)
     return None
 
 
@@ -174,7 +176,7 @@ async def _why_unmatched(
     found = await find_calls(FindCallsRequest(tape_id=tape_id, anchors=list(earlier)))
     for call in found.calls:
         index = earlier[call.anchor]
-        if _match(chat, conversation.before(index), conversation.messages[index], [call]):
+        if _match(chat, conversation.before(index), conversation.messages[index], FindCallsResponse(calls=[call])):
             return types_pb2.SPLIT_CAUSE_ANSWER_INSERTED
     return types_pb2.SPLIT_CAUSE_HISTORY_EDITED
 
@@ -234,5 +236,5 @@ def _delta(chat: ChatModel, conversation: Conversation, candidate: _Candidate) -
         tools=conversation.tools,
         template_arguments=conversation.template_arguments,
         stop_token_ids=chat.stop_token_ids,
-        keep_reasoning=chat.keep_reasoning,
+        keep_reasoning=candidate.keep_reasoning,
     )

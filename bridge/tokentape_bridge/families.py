@@ -17,6 +17,7 @@ class FamilyError(Exception):
 class _Renderer(Protocol):
     """What is used of `renderers.Renderer`, typed."""
 
+    def render_ids(self, messages: list[Any], *, tools: Any, add_generation_prompt: bool) -> list[int]: ...
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None) -> Any: ...
     def bridge_to_next_turn(
         self, previous_prompt_ids: list[int], previous_completion_ids: list[int], new_messages: list[Any], *, tools: Any
@@ -41,9 +42,14 @@ class Family:
         except Exception as error:
             raise FamilyError(f"the renderer {name!r} cannot be used: {error}") from error
 
+    def render(self, messages: Sequence[TemplateMessage], *, tools: Sequence[Mapping[str, Any]] | None) -> list[int]:
+        """Return the ids of a whole conversation with the generation prompt."""
+        plain = [dict(message) for message in messages]
+        return list(self._renderer.render_ids(plain, tools=_plain(tools), add_generation_prompt=True))
+
     def parse(self, token_ids: Sequence[int], *, tools: Sequence[Mapping[str, Any]] | None) -> Answer:
         """Return what a completion says; only calls that the renderer found well formed are calls."""
-        parsed = self._renderer.parse_response(list(token_ids), tools=[dict(tool) for tool in tools or ()] or None)
+        parsed = self._renderer.parse_response(list(token_ids), tools=_plain(tools))
         calls = [
             ToolCall(call.name, cast("dict[str, Any]", call.arguments), json.dumps(call.arguments, ensure_ascii=False))
             for call in parsed.tool_calls
@@ -64,6 +70,10 @@ class Family:
             list(prompt_token_ids),
             list(completion_token_ids),
             [dict(message) for message in new_messages],
-            tools=[dict(tool) for tool in tools or ()] or None,
+            tools=_plain(tools),
         )
         return None if rendered is None else list(rendered.token_ids)
+
+
+def _plain(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] if tools else None

@@ -12,7 +12,10 @@ from typing import Any
 
 from tokentape.v1 import types_pb2
 from tokentape.v1.types_pb2 import Completion as FinishedEvent
+from tokentape_bridge.answers import Answer
+from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.completion import Call, Choice
+from tokentape_bridge.continuation import Conversation, Prompt
 from tokentape_bridge.schemas import ChatCompletionRequest
 from tokentape_bridge.tokenizer import Tokenizer
 
@@ -34,55 +37,101 @@ def chat_completion(
     *,
     model: str,
     tape_id: str,
-    prompt_token_ids: Sequence[int],
-    tokenizer: Tokenizer,
+    prompt: Prompt,
+    conversation: Conversation,
+    chat: ChatModel,
 ) -> Json:
     """Return the body of an unstreamed chat completion. CPU work, of the size of the completion.
 
     With `return_token_ids` or `return_tokens_as_token_ids` it has the ids where NeMo Gym's and vLLM's clients look: on
     the message, on the choice, and the prompt's at the top level.
     """
-    choices = [
-        _chat_choice(request, choice, index, prompt_token_ids, tokenizer) for index, choice in enumerate(call.choices)
-    ]
+    ids = prompt.whole if request.wants_token_ids else None
     completion_tokens = sum(len(choice.token_ids) for choice in call.choices)
     body: Json = {
         "id": f"chatcmpl-{call.call_id}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": choices,
+        "choices": [
+            _chat_choice(request, choice, f"{call.call_id}-{index}", conversation, chat, prompt_token_ids=ids)
+            | {"index": index}
+            for index, choice in enumerate(call.choices)
+        ],
         "usage": {
             "prompt_tokens": call.prompt_token_count,
             "completion_tokens": completion_tokens,
             "total_tokens": call.prompt_token_count + completion_tokens,
         },
-        "tokentape": {"tape_id": tape_id or None, "call_id": call.call_id},
+        "tokentape": _extension(tape_id, call.call_id, prompt),
     }
-    if request.wants_token_ids:
-        body["prompt_token_ids"] = prompt_token_ids
+    if ids is not None:
+        body["prompt_token_ids"] = ids
     return body
 
 
+def _extension(tape_id: str, call_id: str, prompt: Prompt) -> Json:
+    """Say on which tape the call is, and what became of the conversation's earlier calls."""
+    cause = types_pb2.SplitCause.Name(prompt.split_cause).removeprefix("SPLIT_CAUSE_").lower()
+    return {
+        "tape_id": tape_id or None,
+        "call_id": call_id,
+        "parent_call_id": prompt.parent.call_id if prompt.parent else None,
+        "prefix": "kept" if prompt.parent else "new",
+        "split_cause": cause if tape_id and not prompt.parent else None,
+    }
+
+
 def _chat_choice(
-    request: ChatCompletionRequest, choice: Choice, index: int, prompt_token_ids: Sequence[int], tokenizer: Tokenizer
+    request: ChatCompletionRequest,
+    choice: Choice,
+    name: str,
+    conversation: Conversation,
+    chat: ChatModel,
+    *,
+    prompt_token_ids: Sequence[int] | None,
 ) -> Json:
     finished = choice.finished
     assert finished is not None, "collect returns finished choices only"
-    message: Json = {"role": "assistant", "content": _text(request, choice, finished, tokenizer)}
+    answer = chat.parse(
+        choice.token_ids,
+        finished,
+        conversation,
+        with_tools=request.tool_choice != "none",
+        skip_special_tokens=request.skip_special_tokens is not False,
+        min_tokens=request.min_tokens or 0,
+    )
+    reason = _FINISH_REASONS[finished.finish_reason]
+    message = _message(answer, name)
     body: Json = {
-        "index": index,
         "message": message,
-        "logprobs": {"content": _logprobs(request, choice, tokenizer)} if request.logprobs else None,
-        "finish_reason": _FINISH_REASONS[finished.finish_reason],
+        "logprobs": {"content": _logprobs(request, choice, chat.tokenizer)} if request.logprobs else None,
+        "finish_reason": "tool_calls" if answer.tool_calls and reason == "stop" else reason,
         "stop_reason": _stop_reason(finished),
     }
-    if request.wants_token_ids:
+    if prompt_token_ids is not None:
         message["prompt_token_ids"] = prompt_token_ids
         message["generation_token_ids"] = choice.token_ids
         message["generation_log_probs"] = choice.logprobs
         body["token_ids"] = choice.token_ids
     return body
+
+
+def _message(answer: Answer, name: str) -> Json:
+    message: Json = {"role": "assistant", "content": answer.content}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["content"] = answer.content or None
+        message["tool_calls"] = [
+            {
+                "id": f"{name}-{index}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments_text},
+            }
+            for index, call in enumerate(answer.tool_calls)
+        ]
+    return message
 
 
 def _stop_reason(finished: FinishedEvent) -> int | str | None:
@@ -93,20 +142,6 @@ def _stop_reason(finished: FinishedEvent) -> int | str | None:
             return finished.stop_string
         case None:
             return None
-
-
-def _text(request: ChatCompletionRequest, choice: Choice, finished: FinishedEvent, tokenizer: Tokenizer) -> str:
-    skip_special_tokens = request.skip_special_tokens is not False
-    token_ids = choice.token_ids
-    stopped = finished.finish_reason == types_pb2.FINISH_REASON_STOP
-    if not stopped or not finished.HasField("stop_string"):
-        # Stopped by a token, that token is the last.
-        return tokenizer.decode(token_ids[:-1] if stopped else token_ids, skip_special_tokens=skip_special_tokens)
-    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-    # Within the first min_tokens a stop string does not count; one that ends later does.
-    spared = tokenizer.decode(token_ids[: request.min_tokens or 0], skip_special_tokens=skip_special_tokens)
-    start = text.find(finished.stop_string, max(0, len(spared) - len(finished.stop_string) + 1))
-    return text if start < 0 else text[:start]
 
 
 def _logprobs(request: ChatCompletionRequest, choice: Choice, tokenizer: Tokenizer) -> list[Json]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tokentape.v1.types_pb2 import SamplingParameters, StructuredOutput
 from tokentape_bridge.errors import ApiError
+from tokentape_bridge.forced_calls import structural_tag
 from tokentape_bridge.schemas import ChatCompletionRequest, ResponseFormat
 
 _SCALARS = (
@@ -52,6 +53,11 @@ def to_sampling_parameters(request: ChatCompletionRequest) -> SamplingParameters
         fit("top_logprobs", setattr, sampling, "top_logprobs", request.top_logprobs)
     if request.response_format is not None:
         _set_structured_output(sampling.structured_output, request.response_format)
+    parallel = request.parallel_tool_calls is not False
+    if (tag := structural_tag(request.tools, request.tool_choice, parallel=parallel)) is not None:
+        if sampling.HasField("structured_output"):
+            raise ApiError("response_format: excludes a tool_choice that forces a call", param="response_format")
+        sampling.structured_output.structural_tag = tag
     return sampling
 
 

@@ -57,6 +57,10 @@ class Message(Model):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """Another name of `reasoning_content`."""
+    prompt_token_ids: list[int] | None = None
+    """As an earlier answer had it, echoed."""
+    generation_token_ids: list[int] | None = None
+    """Likewise."""
 
 
 class PromptSource(Model):
@@ -139,10 +143,23 @@ class ChatCompletionRequest(PromptSource):
     priority: int | None = None
     cache_salt: str | None = None
 
+    required_prefix_token_ids: list[int] | None = None
+    """Prompt and completion of the call that is continued, in one."""
+
     # Known and without effect here.
     user: str | None = None
     store: bool | None = None
     service_tier: str | None = None
+
+    @property
+    def echoed_token_ids(self) -> list[int]:
+        """Prompt and completion of the call that gave the last answer, if the client echoes them; else empty."""
+        if self.required_prefix_token_ids:
+            return self.required_prefix_token_ids
+        answer = next((message for message in reversed(self.messages) if message.role == "assistant"), None)
+        if answer is None or not answer.prompt_token_ids or not answer.generation_token_ids:
+            return []
+        return answer.prompt_token_ids + answer.generation_token_ids
 
     @property
     def wants_token_ids(self) -> bool:
@@ -168,7 +185,5 @@ def reject_unsupported(request: ChatCompletionRequest) -> None:
     """Raise `ApiError` for what a chat may ask for but this bridge cannot do."""
     if request.stream:
         raise ApiError("stream: streaming is not supported yet; leave it out or send false", param="stream")
-    if request.tool_choice not in (None, "auto", "none"):
-        raise ApiError('tool_choice: only "auto" and "none" are supported yet', param="tool_choice")
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs: needs logprobs to be true", param="top_logprobs")

@@ -30,12 +30,25 @@ _SIDECAR_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """How conversations and completions are read."""
+
+    renderer: str | None = None
+    """The family of the `renderers` package that reads completions and bridges turns; None: the forms of `answers`."""
+    reads_reasoning: bool = True
+    """Whether `<think>` is taken for reasoning, or left in the content."""
+    continues: bool = True
+    """Whether calls on a tape continue earlier ones; otherwise every prompt is rendered anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What one bridge process runs with."""
 
     sidecars: Mapping[str, str]
     """Name of each sidecar (the part of a tape id before the dot) → its gRPC address; at least one."""
     listen: ListenAddress
+    chat: ChatSettings
     ready_file: Path | None
     log_level: Literal["debug", "info", "warning", "error"]
 
@@ -56,6 +69,23 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         metavar="NAME=ADDRESS",
         help="a sidecar's name and its gRPC address, HOST:PORT or unix:/PATH; repeatable",
     )
+    parser.add_argument(
+        "--renderer",
+        metavar="NAME",
+        help='read completions and bridge turns as this family of the renderers package does ("qwen3", "gpt-oss", …); '
+        "by default <think> and <tool_call> are read as text",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        choices=["think", "none"],
+        default="think",
+        help="take <think> for reasoning, or leave it in the content (default: think)",
+    )
+    parser.add_argument(
+        "--no-continuation",
+        action="store_true",
+        help="render every prompt anew, so that each call on a tape begins a new sample; for comparison",
+    )
     add_server_options(parser, default_listen="127.0.0.1:8000")
     options = parser.parse_args(arguments)
     sidecars = dict[str, str](options.sidecar)
@@ -64,6 +94,11 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     return Settings(
         sidecars=MappingProxyType(sidecars),
         listen=options.listen,
+        chat=ChatSettings(
+            renderer=options.renderer,
+            reads_reasoning=options.reasoning_parser == "think",
+            continues=not options.no_continuation,
+        ),
         ready_file=options.ready_file,
         log_level=options.log_level,
     )

@@ -28,8 +28,14 @@ from tokentape.v1.generation_pb2 import (
     GetTokenizerResponse,
 )
 from tokentape.v1.generation_pb2_grpc import GenerationServiceStub
+from tokentape.v1.tape_pb2 import FindCallsRequest, FindCallsResponse
+from tokentape.v1.tape_pb2_grpc import TapeServiceStub
 from tokentape_bridge.archive import MAX_ARCHIVE_BYTES, ArchiveError, unpack, verify
+from tokentape_bridge.chat_model import ChatModel
+from tokentape_bridge.continuation import FindCalls
 from tokentape_bridge.errors import ApiError
+from tokentape_bridge.families import Family, FamilyError
+from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
 
 _logger = logging.getLogger(__name__)
@@ -47,14 +53,15 @@ class Served:
     """What a sidecar serves, as of one connection."""
 
     model: GetModelResponse
-    tokenizer: Tokenizer
+    chat: ChatModel
 
 
 class Sidecar:
     """A sidecar's client. Made on the event loop that uses it; `run` it, and `close` it in the end."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, settings: ChatSettings) -> None:
         """`name` is the part of its tape ids before the dot, `address` its gRPC address."""
+        self._settings = settings
         self.name = name
         self.address = address
         self.in_flight = 0
@@ -63,6 +70,7 @@ class Sidecar:
         """What it serves; None while it is not serving, or not known yet."""
         self._channel = dial(address)
         self._generation = GenerationServiceStub(self._channel)
+        self._tapes = TapeServiceStub(self._channel)
         # grpc_health's own stub has no types.
         formats = HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
         self._check_health = self._channel.unary_unary("/grpc.health.v1.Health/Check", *formats)
@@ -108,7 +116,7 @@ class Sidecar:
             if self.served_now is None:
                 model = await self._generation.GetModel(GetModelRequest(), timeout=_MODEL_TIMEOUT_SECONDS)
                 self._tokenizer = await self._load_tokenizer()
-                self.served_now = Served(model, self._tokenizer)
+                self.served_now = Served(model, await asyncio.to_thread(self._chat_model, model, self._tokenizer))
                 if model.sidecar_name != self.name:
                     _logger.error(
                         "the sidecar at %s is named %r, not %r: its tapes will not be found",
@@ -136,6 +144,28 @@ class Sidecar:
         finally:
             call.cancel()
 
+    @property
+    def find_calls(self) -> FindCalls | None:
+        """How calls that may be continued are found; None where continuation is off."""
+        return self._find_calls if self._settings.continues else None
+
+    async def _find_calls(self, request: FindCallsRequest) -> FindCallsResponse:
+        return await self._tapes.FindCalls(request)
+
+    def _chat_model(self, model: GetModelResponse, tokenizer: Tokenizer) -> ChatModel:
+        name = self._settings.renderer
+        try:
+            family = Family.load(name, tokenizer.transformers_tokenizer) if name else None
+        except FamilyError as error:
+            _logger.exception("--renderer %s does not fit sidecar %s", name, self.name)
+            raise _unusable(error) from error
+        return ChatModel(
+            tokenizer,
+            stop_token_ids=model.eos_token_ids,
+            family=family,
+            reads_reasoning=self._settings.reads_reasoning,
+        )
+
     async def _forget(self) -> None:
         # The lock lets a load in progress end first, so that it cannot bring back what is forgotten here.
         async with self._loading:
@@ -152,9 +182,13 @@ class Sidecar:
             return await asyncio.to_thread(_unpack_and_load, archive, first.sha256)
         except (ArchiveError, TokenizerError) as error:
             _logger.exception("sidecar %s has no usable tokenizer", self.name)
-            raise ApiError(str(error), code="tokenizer_unusable", status=500, error_type="server_error") from error
+            raise _unusable(error) from error
         finally:
             call.cancel()
+
+
+def _unusable(error: Exception) -> ApiError:
+    return ApiError(str(error), code="tokenizer_unusable", status=500, error_type="server_error")
 
 
 async def _receive(first: GetTokenizerResponse, rest: AsyncIterator[GetTokenizerResponse]) -> bytes:

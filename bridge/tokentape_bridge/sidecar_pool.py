@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from tokentape.v1.generation_pb2 import GetModelResponse
 from tokentape_bridge.errors import ApiError
+from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.sidecar import Served, Sidecar
 
 _TAPE_ID = re.compile(r"(?P<sidecar>[A-Za-z0-9_-]+)\.[0-9a-f]{32}")
@@ -84,13 +85,13 @@ class SidecarPool:
 
 
 @contextlib.asynccontextmanager
-async def open_pool(addresses: Mapping[str, str]) -> AsyncGenerator[SidecarPool]:
+async def open_pool(addresses: Mapping[str, str], settings: ChatSettings) -> AsyncGenerator[SidecarPool]:
     """Connect to the sidecars at `addresses` (name → address), follow their health, and close them in the end.
 
     None of them needs to be there yet.
     """
     async with contextlib.AsyncExitStack() as stack:
-        sidecars = [Sidecar(name, address) for name, address in addresses.items()]
+        sidecars = [Sidecar(name, address, settings) for name, address in addresses.items()]
         for sidecar in sidecars:
             stack.push_async_callback(sidecar.close)
         followers = await stack.enter_async_context(asyncio.TaskGroup())

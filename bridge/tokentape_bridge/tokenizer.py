@@ -33,6 +33,8 @@ class _PreTrainedTokenizer(Protocol):
 
     @property
     def backend_tokenizer(self) -> FastTokenizer: ...
+    @property
+    def chat_template(self) -> object: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
@@ -69,6 +71,20 @@ class Tokenizer:
             return cls(loaders.from_pretrained(directory, trust_remote_code=False, local_files_only=True), sha256)
         except Exception as error:
             raise TokenizerError(f"transformers cannot load the sidecar's tokenizer: {error}") from error
+
+    @property
+    def transformers_tokenizer(self) -> object:
+        """Transformers' own object, for libraries that want one."""
+        return self._tokenizer
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def template_mentions(self, text: str) -> bool:
+        """Whether the chat template has `text` in it, so that it may write it into a prompt."""
+        return text in str(self._tokenizer.chat_template)
 
     @property
     def special_texts(self) -> frozenset[str]:
@@ -139,21 +155,24 @@ class Tokenizer:
     def encode_shielded(self, text: str, shields: Mapping[str, str]) -> list[int]:
         """Return the ids of `text` with its special tokens, but of the texts that marks stand for as plain text."""
         if not shields:
-            return self.encode(text, add_special_tokens=False)
+            return self.encode(text, add_special_tokens=False, field="messages")
         token_ids: list[int] = []
         for piece in re.split("(" + "|".join(map(re.escape, shields)) + ")", text):
             # Cut in two, a special token's text is no longer found as one.
             parts = (shields[piece][:1], shields[piece][1:]) if piece in shields else (piece,)
             for part in parts:
-                token_ids += self.encode(part, add_special_tokens=False)
+                token_ids += self.encode(part, add_special_tokens=False, field="messages")
         return token_ids
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of `text`. Raises `ApiError` for text that is no Unicode (a lone surrogate)."""
+    def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """Return the token ids of `text`, which came from the request's `field`.
+
+        Raises `ApiError` for text that is no Unicode (a lone surrogate).
+        """
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, ValueError) as error:
-            raise ApiError("prompt: is not valid Unicode text", param="prompt", code="invalid_value") from error
+            raise ApiError(f"{field}: is not valid Unicode text", param=field, code="invalid_value") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `token_ids`; an incomplete character at an end is U+FFFD."""

@@ -129,6 +129,7 @@ def policy_from_proto(message: tape_pb2.OpenTapeRequest) -> TapePolicy:
     return TapePolicy(
         sampling=sampling_from_proto(message.sampling_policy),
         seed=message.policy_seed if message.HasField("policy_seed") else None,
+        keep_reasoning=message.keep_reasoning,
     )
 
 

@@ -59,6 +59,7 @@ class TapePolicy:
 
     sampling: Sampling = field(default_factory=Sampling)
     seed: int | None = None
+    keep_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,11 @@ class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
     async def FindCalls(self, request: tape_pb2.FindCallsRequest, context: Context) -> tape_pb2.FindCallsResponse:
         """Return the calls with given anchors or ids."""
         del context
-        found = self._tapes.writable(request.tape_id).find_calls(request.anchors, request.exact_token_ids)
+        tape = self._tapes.writable(request.tape_id)
+        found = tape.find_calls(request.anchors, request.exact_token_ids)
         return tape_pb2.FindCallsResponse(
-            calls=[convert.found_call_to_proto(call, include_prompt=request.include_prompts) for call in found]
+            calls=[convert.found_call_to_proto(call, include_prompt=request.include_prompts) for call in found],
+            keep_reasoning=tape.policy.keep_reasoning,
         )
 
     async def SealTape(self, request: tape_pb2.SealTapeRequest, context: Context) -> tape_pb2.SealTapeResponse:

@@ -230,9 +230,9 @@ def test_unknown_fields_and_nulls_are_ignored_and_named_once(bridge: Bridge) -> 
         fields: dict[str, Any] = dict.fromkeys(
             ["stop", "tool_choice", "parallel_tool_calls", "temperature", "tools", "n", "seed"]
         )
-        answer = bridge.chat(messages=[message], required_prefix_token_ids=[1], store=False, top_k=5, **fields)
+        answer = bridge.chat(messages=[message], vendor_option=[1], store=False, top_k=5, **fields)
         assert answer.status_code == 200, answer.text
-    assert bridge.log.count("'required_prefix_token_ids'") == 1
+    assert bridge.log.count("'vendor_option'") == 1
     assert bridge.log.count("'messages[].annotations'") == 1
     assert "'top_k'" not in bridge.log
 

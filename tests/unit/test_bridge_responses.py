@@ -9,7 +9,9 @@ import pytest
 
 from tokentape.v1 import types_pb2
 from tokentape.v1.types_pb2 import Completion
+from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.completion import Call, Choice
+from tokentape_bridge.continuation import Conversation, Prompt
 from tokentape_bridge.responses import chat_completion
 from tokentape_bridge.schemas import ChatCompletionRequest
 from tokentape_bridge.tokenizer import Tokenizer
@@ -37,7 +39,13 @@ def answer(
     choice = Choice(token_ids, [-0.5] * len(token_ids), top or [[] for _ in token_ids], finished)
     request = ChatCompletionRequest.model_validate({"messages": [], **fields})
     body = chat_completion(
-        request, Call("c", 3, [choice]), model="m", tape_id="", prompt_token_ids=PROMPT, tokenizer=tokenizer
+        request,
+        Call("c", 3, [choice]),
+        model="m",
+        tape_id="",
+        prompt=Prompt(PROMPT),
+        conversation=Conversation([], None, {}),
+        chat=ChatModel(tokenizer, stop_token_ids=[2]),
     )
     return body["choices"][0]
 

@@ -30,10 +30,15 @@ class OpenTapeRequest(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     SAMPLING_POLICY_FIELD_NUMBER: _builtins.int
     POLICY_SEED_FIELD_NUMBER: _builtins.int
+    KEEP_REASONING_FIELD_NUMBER: _builtins.int
     tape_id: _builtins.str
     """`<sidecar name>.<32 hex digits>`; the digits are 128 random bits of the caller's choosing."""
     policy_seed: _builtins.int
     """Mixed with tape id and call index into each call's seed. Absent: calls keep their own seeds."""
+    keep_reasoning: _builtins.bool
+    """Whether reasoning that was sampled stays in later prompts where the chat template would leave it out. Default: a
+    new sample begins there. FindCalls tells the bridge.
+    """
     @_builtins.property
     def limits(self) -> Global___TapeLimits:
         """What the tape and its calls may take. Absent: no limits but the sidecar's own."""
@@ -49,10 +54,11 @@ class OpenTapeRequest(_message.Message):
         limits: Global___TapeLimits | None = ...,
         sampling_policy: _types_pb2.SamplingParameters | None = ...,
         policy_seed: _builtins.int | None = ...,
+        keep_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_seed", b"_policy_seed", "limits", b"limits", "policy_seed", b"policy_seed", "sampling_policy", b"sampling_policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_seed", b"_policy_seed", "limits", b"limits", "policy_seed", b"policy_seed", "sampling_policy", b"sampling_policy", "tape_id", b"tape_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_seed", b"_policy_seed", "keep_reasoning", b"keep_reasoning", "limits", b"limits", "policy_seed", b"policy_seed", "sampling_policy", b"sampling_policy", "tape_id", b"tape_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_seed: _TypeAlias = _typing.Literal["policy_seed"]  # noqa: Y015
     _WhichOneofArgType__policy_seed: _TypeAlias = _typing.Literal["_policy_seed", b"_policy_seed"]  # noqa: Y015
@@ -632,6 +638,9 @@ class FindCallsResponse(_message.Message):
         def WhichOneof(self, oneof_group: _WhichOneofArgType__completion) -> _WhichOneofReturnType__completion | None: ...
 
     CALLS_FIELD_NUMBER: _builtins.int
+    KEEP_REASONING_FIELD_NUMBER: _builtins.int
+    keep_reasoning: _builtins.bool
+    """As given to OpenTape."""
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___FindCallsResponse.FoundCall]:
         """The calls."""
@@ -640,10 +649,11 @@ class FindCallsResponse(_message.Message):
         self,
         *,
         calls: _abc.Iterable[Global___FindCallsResponse.FoundCall] | None = ...,
+        keep_reasoning: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "keep_reasoning", b"keep_reasoning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
