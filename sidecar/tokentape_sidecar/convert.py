@@ -174,7 +174,7 @@ def event_to_proto(event: TokenRun | Completion) -> generation_pb2.GenerateRespo
             token_ids=event.token_ids,
             logprobs=event.logprobs,
             top_logprobs=_top_to_proto(event.top_logprobs),
-            weight_version=event.weight_version,
+            weight_version=event.weights.version,
         )
     )
 
@@ -193,7 +193,9 @@ def entry_to_proto(entry: tapes.Entry) -> tape_pb2.TapeEntry:
                     token_ids=run.token_ids,
                     logprobs=run.logprobs,
                     top_logprobs=_top_to_proto(run.top_logprobs),
-                    weight_version=run.weight_version,
+                    weight_version=run.weights.version,
+                    boundary_uncertain=run.weights.boundary_uncertain,
+                    stale_cache=run.weights.stale_cache,
                 )
             )
         case tapes.ChoiceFinished(record=record, completion=completion):

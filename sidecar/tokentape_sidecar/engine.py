@@ -111,12 +111,28 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that sampled a token."""
+
+    version: str = ""
+    """Empty while none was ever set."""
+    boundary_uncertain: bool = False
+    """Whether the version may begin a few tokens earlier or later: the weights changed while the engine sampled."""
+    stale_cache: bool = False
+    """Whether the token was sampled on cached computations of earlier weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class TopLogprobs:
     """The `k` most probable tokens at each of a run of positions, flat: position i is at `[i * k, (i + 1) * k)`."""
 
     k: int
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+
+
+UNVERSIONED = Weights()
+"""Weights that nobody has named or changed."""
 
 
 class Sink(Protocol):
@@ -135,7 +151,7 @@ class Sink(Protocol):
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         *,
-        weight_version: str = "",
+        weights: Weights = UNVERSIONED,
         top_logprobs: TopLogprobs | None = None,
     ) -> None:
         """Take tokens that `choice` sampled: `token_ids` and `logprobs` of one length, at least 1."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokentape_sidecar.broadcast import Broadcast
-from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs
+from tokentape_sidecar.engine import UNVERSIONED, FinishReason, Sampling, TopLogprobs, Weights
 from tokentape_sidecar.errors import CallError, TokentapeError
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -48,7 +48,7 @@ class TokenRun:
     start: int
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    weight_version: str
+    weights: Weights
     top_logprobs: TopLogprobs | None
 
 
@@ -58,16 +58,23 @@ class ChoiceRecord:
 
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    version_starts: list[int] = field(default_factory=list[int])
-    versions: list[str] = field(default_factory=list[str])
+    weight_starts: list[int] = field(default_factory=list[int])
+    weights: list[Weights] = field(default_factory=list[Weights])
+    """Which weights sampled the tokens from the start of the same index on."""
     top_token_ids: array[int] = field(default_factory=lambda: array("I"))
     top_logprobs: array[float] = field(default_factory=lambda: array("f"))
     completion: Completion | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the columns take."""
+        columns = (self.token_ids, self.logprobs, self.top_token_ids, self.top_logprobs)
+        return sum(len(column) * column.itemsize for column in columns)
+
     def runs(self, choice: int, start: int, end: int, k: int) -> Iterator[TokenRun]:
         """Yield tokens `start` to `end` (exclusive), split where the weights changed; `k` top entries a token."""
-        bounds = [*(s for s in self.version_starts if start < s < end), end]
-        span = sum(1 for s in self.version_starts if s <= start) - 1
+        bounds = [*(s for s in self.weight_starts if start < s < end), end]
+        span = sum(1 for s in self.weight_starts if s <= start) - 1
         for bound in bounds:
             if bound > start:
                 yield TokenRun(
@@ -75,7 +82,7 @@ class ChoiceRecord:
                     start=start,
                     token_ids=self.token_ids[start:bound],
                     logprobs=self.logprobs[start:bound],
-                    weight_version=self.versions[span],
+                    weights=self.weights[span],
                     top_logprobs=TopLogprobs(
                         k, self.top_token_ids[start * k : bound * k], self.top_logprobs[start * k : bound * k]
                     )
@@ -205,6 +212,12 @@ class CallRecord:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
+    def size_bytes(self) -> int:
+        """Memory that the columns take: the prompt's own part and the completions."""
+        prompt = len(self.prompt_suffix) * self.prompt_suffix.itemsize
+        return prompt + sum(choice.size_bytes for choice in self.choices)
+
+    @property
     def ended(self) -> bool:
         """Whether the record is complete, finished or failed."""
         return self.error is not None or not self._open_choices
@@ -245,7 +258,7 @@ class CallRecord:
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         *,
-        weight_version: str = "",
+        weights: Weights = UNVERSIONED,
         top_logprobs: TopLogprobs | None = None,
     ) -> None:
         """Take newly sampled tokens (see `engine.Sink`). Unusable log-probabilities fail the call."""
@@ -256,9 +269,9 @@ class CallRecord:
             self.fail(CallError(problem))
             return
         columns = self.choices[choice]
-        if not columns.versions or columns.versions[-1] != weight_version:
-            columns.version_starts.append(len(columns.token_ids))
-            columns.versions.append(weight_version)
+        if not columns.weights or columns.weights[-1] != weights:
+            columns.weight_starts.append(len(columns.token_ids))
+            columns.weights.append(weights)
         columns.token_ids.extend(token_ids)
         columns.logprobs.extend(logprobs)
         if top_logprobs is not None:

@@ -24,6 +24,7 @@ from tokentape_sidecar.engine import (
     Sampling,
     Sink,
     TopLogprobs,
+    Weights,
 )
 from tokentape_sidecar.errors import CallError, InvalidArgument
 from tokentape_sidecar.script import Script, ScriptedCall, ScriptError, Step
@@ -204,7 +205,7 @@ class _RunningCall:
         best = _most_probable(logprobs or {}, k)
         top = TopLogprobs(len(best), *_columns(best)) if best else None
         self.sampled.setdefault(choice, []).append(token_id)
-        self.sink.append(choice, [token_id], sampled, weight_version=self.engine.weight_version, top_logprobs=top)
+        self.sink.append(choice, [token_id], sampled, weights=Weights(self.engine.weight_version), top_logprobs=top)
 
     def _ends_here(self, choice: int, token_id: int) -> bool:
         sampling, sampled = self.call.sampling, self.sampled[choice]

@@ -127,6 +127,12 @@ class _Log:
         self.offsets: array[int] = array("I")
         self.end = 0
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the columns take."""
+        columns = (self.starts, self.kinds, self.calls, self.choices, self.offsets)
+        return sum(len(column) * column.itemsize for column in columns)
+
     def add(self, kind: _Kind, call: int = 0, choice: int = 0, *, offset: int = 0, count: int = 1) -> None:
         """Add an event; tokens of the choice that the last row is about lengthen that row."""
         continues = (
@@ -166,6 +172,11 @@ class Tape:
     def end_sequence(self) -> int:
         """The position after the last event."""
         return self._log.end
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the tape takes: its log, and the columns of its calls."""
+        return self._log.size_bytes + sum(call.size_bytes for call in self.calls)
 
     @property
     def running_calls(self) -> list[CallRecord]:

@@ -56,6 +56,7 @@ class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
             next_sequence=position,
             end_sequence=tape.end_sequence,
             sealed=tape.sealed,
+            size_bytes=tape.size_bytes,
         )
 
     async def FindCalls(self, request: tape_pb2.FindCallsRequest, context: Context) -> tape_pb2.FindCallsResponse:
@@ -73,7 +74,11 @@ class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
         del context
         tape = self._tapes.readable(request.tape_id, request.reader_token)
         await self._calls.seal(tape)
-        return tape_pb2.SealTapeResponse(end_sequence=tape.end_sequence, sampled_token_count=tape.sampled_token_count)
+        return tape_pb2.SealTapeResponse(
+            end_sequence=tape.end_sequence,
+            sampled_token_count=tape.sampled_token_count,
+            size_bytes=tape.size_bytes,
+        )
 
     async def DeleteTape(self, request: tape_pb2.DeleteTapeRequest, context: Context) -> tape_pb2.DeleteTapeResponse:
         """Forget a tape."""

@@ -1,4 +1,4 @@
-"""The standard health and reflection services."""
+"""The standard health and reflection services, and the address that they are served at."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from support.engines import ManualEngine
 from support.refusals import refused
 from support.scripted import RunningSidecar, call, scripted_sidecar, sidecar_on, tokens
 from support.waiting import eventually
+from tokentape.process import ListenAddress
 from tokentape_sidecar.errors import EngineDead
-from tokentape_sidecar.server import GENERATION_SERVICE, TAPE_SERVICE
+from tokentape_sidecar.server import GENERATION_SERVICE, TAPE_SERVICE, AddressInUse, Sidecar
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -98,3 +99,12 @@ async def test_reflection_lists_every_service_and_describes_ours_D12() -> None:
         "grpc.reflection.v1alpha.ServerReflection",
     }
     assert answers[1].file_descriptor_response.file_descriptor_proto
+
+
+async def test_a_port_is_never_shared() -> None:
+    """gRPC's servers would share it silently."""
+    async with scripted_sidecar() as running:
+        listen = ListenAddress.parse(running.sidecar.address)
+        with pytest.raises(AddressInUse, match=f"cannot listen on {listen}: the address is in use"):
+            await Sidecar.start(ManualEngine(), listen=listen, name="other")
+        assert await running.client.health_of() == SERVING

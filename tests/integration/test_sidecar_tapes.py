@@ -34,10 +34,15 @@ async def record_rollout(client: SidecarClient) -> OpenedTape:
     tape = await client.open_tape()
     first = await client.generate([1, 2], Sampling(top_logprobs=1), tape_id=tape.tape_id, anchor="a")
     parent = types_pb2.CallReference(call_id=first.started.call_id)
-    await asyncio.gather(
-        client.generate([3], Sampling(n=2), tape_id=tape.tape_id, parent=parent, anchor="b"),
-        client.generate([4, 5], tape_id=tape.tape_id, parent=parent, anchor="a"),
+    request = generation_pb2.GenerateRequest(
+        prompt_token_ids=[3], sampling=Sampling(n=2), tape_id=tape.tape_id, parent=parent, anchor="b"
     )
+    second = client.generation.Generate(request)
+    # Their order is the script's only once the second has arrived.
+    assert (await anext(aiter(second))).HasField("started")
+    await client.generate([4, 5], tape_id=tape.tape_id, parent=parent, anchor="a")
+    async for _ in second:
+        pass
     return tape
 
 

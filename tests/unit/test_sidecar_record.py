@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs
+from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs, Weights
 from tokentape_sidecar.errors import CallError, EngineDead, TokentapeError
 from tokentape_sidecar.record import CallReader, CallRecord, Completion, Parent, TokenRun
 
@@ -174,12 +174,12 @@ def test_a_domain_error_is_kept_as_it_is() -> None:
 def test_a_run_never_mixes_weight_versions() -> None:
     call = record()
     reader = CallReader(call)
-    call.append(0, [1, 2], [-1.0, -2.0], weight_version="a")
-    call.append(0, [3], [-3.0], weight_version="a")
-    call.append(0, [4, 5], [-4.0, -5.0], weight_version="b")
-    call.append(0, [6], [-6.0], weight_version="a")
+    call.append(0, [1, 2], [-1.0, -2.0], weights=Weights("a"))
+    call.append(0, [3], [-3.0], weights=Weights("a"))
+    call.append(0, [4, 5], [-4.0, -5.0], weights=Weights("b"))
+    call.append(0, [6], [-6.0], weights=Weights("a"))
     runs = runs_of(reader.read_new())
-    assert [(run.weight_version, run.start, list(run.token_ids), list(run.logprobs)) for run in runs] == [
+    assert [(run.weights.version, run.start, list(run.token_ids), list(run.logprobs)) for run in runs] == [
         ("a", 0, [1, 2, 3], [-1.0, -2.0, -3.0]),
         ("b", 3, [4, 5], [-4.0, -5.0]),
         ("a", 5, [6], [-6.0]),
@@ -192,13 +192,13 @@ def test_any_range_of_a_choice_has_its_own_versions(steps: list[tuple[int, str]]
     versions: list[str] = []
     for count, version in steps:
         ids = range(len(versions), len(versions) + count)
-        call.append(0, list(ids), [-float(i) for i in ids], weight_version=version)
+        call.append(0, list(ids), [-float(i) for i in ids], weights=Weights(version))
         versions += [version] * count
     start = data.draw(st.integers(0, len(versions)))
     end = data.draw(st.integers(start, len(versions)))
     runs = list(call.choices[0].runs(0, start, end, 0))
     read = [
-        (token_id, logprob, run.weight_version)
+        (token_id, logprob, run.weights.version)
         for run in runs
         for token_id, logprob in zip(run.token_ids, run.logprobs, strict=True)
     ]
@@ -212,9 +212,9 @@ def test_any_range_of_a_choice_has_its_own_versions(steps: list[tuple[int, str]]
 def test_top_logprobs_stay_with_their_positions_across_versions() -> None:
     call = record(top_logprobs=2)
     reader = CallReader(call)
-    call.append(0, [9], [-3.0], weight_version="a", top_logprobs=TopLogprobs(2, [10, 11], [-0.5, -1.0]))
+    call.append(0, [9], [-3.0], weights=Weights("a"), top_logprobs=TopLogprobs(2, [10, 11], [-0.5, -1.0]))
     call.append(
-        0, [8, 7], [-1.0, -2.0], weight_version="b", top_logprobs=TopLogprobs(2, [20, 21, 30, 31], [-1, -2, -3, -4])
+        0, [8, 7], [-1.0, -2.0], weights=Weights("b"), top_logprobs=TopLogprobs(2, [20, 21, 30, 31], [-1, -2, -3, -4])
     )
     tops = [run.top_logprobs for run in runs_of(reader.read_new())]
     assert [(top.k, list(top.token_ids), list(top.logprobs)) for top in tops if top] == [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.sidecar_client import Position, positions, prompts_on, sampled_on
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_sidecar.convert import entry_to_proto
-from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs
+from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs, Weights
 from tokentape_sidecar.errors import (
     CallError,
     InvalidArgument,
@@ -136,7 +136,7 @@ class Rollout:
             choice,
             ids,
             logprobs,
-            weight_version=version,
+            weights=Weights(version),
             top_logprobs=TopLogprobs(k, [t for t, _ in best], [p for _, p in best]) if k else None,
         )
         self.sampled[call.call_id, choice] += ids

@@ -24,6 +24,7 @@ from tokentape_sidecar.vllm_engine.parameters import (
     tokenizer_directory_of,
 )
 from tokentape_sidecar.vllm_engine.public_path import PublicPath
+from tokentape_sidecar.weights import WeightObserver
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,9 @@ class VllmEngine:
             logger.warning(
                 "vLLM %s is not one that the direct path was verified with; using its public deltas", vllm.__version__
             )
-        self._path = direct_path.DirectPath(engine) if direct else PublicPath(engine)
+        self._weights = WeightObserver(engine)
+        make_path = direct_path.DirectPath if direct else PublicPath
+        self._path = make_path(engine, self._weights)
 
     @classmethod
     async def load(
@@ -94,8 +97,8 @@ class VllmEngine:
 
     @property
     def weight_version(self) -> str:
-        """The version that the latest tokens carried."""
-        return self._path.weight_version
+        """The version of the weights that would sample the next token."""
+        return self._weights.version
 
     async def submit(self, call: EngineCall, sink: Sink) -> None:
         """Start a request (see `engine.Engine`)."""
@@ -125,5 +128,6 @@ class VllmEngine:
     async def close(self) -> None:
         """Shut an own engine down (see `engine.Engine`)."""
         await self._path.close()
+        self._weights.detach()
         if self._owned:
             await asyncio.to_thread(self._engine.shutdown)

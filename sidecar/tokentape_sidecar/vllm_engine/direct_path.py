@@ -34,13 +34,11 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
 from tokentape_sidecar.errors import CallError, EngineDead
+from tokentape_sidecar.weights import CallWeights, WeightObserver
 
 logger = logging.getLogger(__name__)
 
 _VERIFIED = (Version("0.32"), Version("0.33"))
-
-# What vLLM calls weights that nobody has named.
-_UNNAMED = "default"
 
 
 def supported() -> bool:
@@ -52,9 +50,9 @@ def supported() -> bool:
 class DirectPath:
     """Registers calls in vLLM's output processor."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, observer: WeightObserver) -> None:
         self._engine = engine
-        self.weight_version = ""
+        self._observer = observer
 
     async def submit(self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink) -> None:
         """Start a request for each choice; vLLM's own errors pass through."""
@@ -97,7 +95,7 @@ class DirectPath:
             stream_interval=1,
         )
         assert isinstance(state, _ChoiceState)
-        state.bind(self, call, sink)
+        state.bind(CallWeights(self._observer), call, sink)
         processor.request_states[request.request_id] = state
         processor.external_req_ids[state.external_req_id].append(request.request_id)
 
@@ -151,21 +149,20 @@ class _StepLogprobs:
 class _ChoiceState(RequestState):
     """vLLM's state of one request, writing every step to the record of its call."""
 
-    def bind(self, path: DirectPath, call: EngineCall, sink: Sink) -> None:
+    def bind(self, weights: CallWeights, call: EngineCall, sink: Sink) -> None:
         """Say where to write; called once, before the first step."""
-        self._path = path
+        self._weights = weights
+        self._stamp: str | None = None
         self._sink = sink
         self._k = call.sampling.top_logprobs or 0
         self._prompt_k = call.sampling.prompt_logprobs or 0
         self._steps = _StepLogprobs()
-        self._weight_version = path.weight_version
         self.logprobs_processor = cast("LogprobsProcessor", self._steps)
 
     @override
     def track_weight_version(self, weight_version: str) -> None:
-        """Note the weights that sampled the step that follows."""
-        version = "" if weight_version == _UNNAMED else weight_version
-        self._weight_version = self._path.weight_version = version
+        """Note with what the engine stamped the step that follows."""
+        self._stamp = weight_version
 
     @override
     def make_request_output(
@@ -201,7 +198,7 @@ class _ChoiceState(RequestState):
             self.request_index,
             token_ids,
             logprobs,
-            weight_version=self._weight_version,
+            weights=self._weights.of_step(self._stamp),
             top_logprobs=_top(rows, self._k),
         )
 

@@ -1,7 +1,7 @@
 """The public path: vLLM's own stream of deltas, one task per call.
 
 It works with any vLLM that has `AsyncLLM.add_request`, and costs an output object and a task switch per step. vLLM
-gives weight versions there only with a finished output, so these tokens carry none.
+stamps nothing on a delta, so versions are the numbers of updates that were seen.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
 from tokentape_sidecar.errors import CallError, EngineDead
+from tokentape_sidecar.weights import CallWeights, WeightObserver
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +29,15 @@ logger = logging.getLogger(__name__)
 class PublicPath:
     """Moves deltas from vLLM's collectors to records."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, observer: WeightObserver) -> None:
         self._engine = engine
+        self._observer = observer
         self._pumps: set[asyncio.Task[None]] = set()
-
-    weight_version = ""
-    """Always empty: see the module."""
 
     async def submit(self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink) -> None:
         """Start a request; vLLM's own errors pass through."""
         collector = await self._engine.add_request(call.call_id, prompt, params, priority=call.priority)
-        pump = asyncio.create_task(_pump(collector, sink, call))
+        pump = asyncio.create_task(_pump(collector, sink, call, CallWeights(self._observer)))
         self._pumps.add(pump)
         pump.add_done_callback(self._pumps.discard)
 
@@ -49,7 +48,7 @@ class PublicPath:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
-async def _pump(collector: RequestOutputCollector, sink: Sink, call: EngineCall) -> None:
+async def _pump(collector: RequestOutputCollector, sink: Sink, call: EngineCall, weights: CallWeights) -> None:
     """Move a request's deltas to its record until it has ended."""
     finished = False
     try:
@@ -63,7 +62,7 @@ async def _pump(collector: RequestOutputCollector, sink: Sink, call: EngineCall)
                     *_columns(prompt, call.prompt_token_ids, call.sampling.prompt_logprobs or 0, first=1)
                 )
             for completion in output.outputs:
-                _take(completion, sink, call.sampling.top_logprobs or 0)
+                _take(completion, sink, call.sampling.top_logprobs or 0, weights)
     except EngineDeadError:
         sink.fail(EngineDead("the engine died while it sampled this call"))
     except Exception as error:
@@ -73,14 +72,14 @@ async def _pump(collector: RequestOutputCollector, sink: Sink, call: EngineCall)
         collector.close()
 
 
-def _take(completion: CompletionOutput, sink: Sink, k: int) -> None:
+def _take(completion: CompletionOutput, sink: Sink, k: int, weights: CallWeights) -> None:
     token_ids = completion.token_ids
     if token_ids:
         if completion.logprobs is None:
             sink.fail(CallError("vLLM gave no log-probabilities for sampled tokens"))
             return
         logprobs, top = _columns(cast("FlatLogprobs", completion.logprobs), token_ids, k)
-        sink.append(completion.index, token_ids, logprobs, top_logprobs=top)
+        sink.append(completion.index, token_ids, logprobs, weights=weights.of_step(None), top_logprobs=top)
     if completion.finish_reason is None:
         return
     if completion.finish_reason == "error":

@@ -16,8 +16,6 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm.v1.engine.async_llm import AsyncLLM
-
 from tokentape_sidecar.engine import Weights
 
 # The workers' methods that change weights, in vLLM (reload_weights, update_weights, start_weight_update) and in
@@ -50,8 +48,8 @@ class CallWeights:
 class WeightObserver:
     """Follows an engine's weights. One per engine, made before anything is sampled by it."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        """Watch `engine` from now on, by standing before its methods."""
+    def __init__(self, engine: object) -> None:
+        """Watch `engine`, an `AsyncLLM` or one that has its control methods, by standing before these from now on."""
         self.clock = 0
         """Counts events that matter to cached computations."""
         self.cleared = 0
@@ -67,7 +65,9 @@ class WeightObserver:
         self._boundary_uncertain = False
         self._cache_empty = False
         self._prefixes_empty = False
-        self._watch(engine)
+        self._engine = engine
+        self._watched: dict[str, object] = {}
+        self._watch()
 
     @property
     def version(self) -> str:
@@ -96,12 +96,18 @@ class WeightObserver:
             self._update_open = False
         self._cache_empty = self._prefixes_empty = False
 
+    def detach(self) -> None:
+        """Watch no longer; the engine's methods are its own again."""
+        for name, watched in self._watched.items():
+            if vars(self._engine).get(name) is watched:
+                delattr(self._engine, name)
+
     def _version(self, unnamed_updates: int) -> str:
         if not unnamed_updates:
             return self._name
         return f"{self._name}+{unnamed_updates}" if self._name else str(unnamed_updates)
 
-    def _watch(self, engine: AsyncLLM) -> None:
+    def _watch(self) -> None:
         for name, before, after in (
             ("collective_rpc", self._on_worker_call, None),
             ("pause_generation", None, self._on_paused),
@@ -110,8 +116,9 @@ class WeightObserver:
             ("wake_up", None, self._on_resumed),
             ("reset_prefix_cache", None, self._on_cache_reset),
         ):
-            method: Callable[..., Awaitable[Any]] = getattr(engine, name)
-            setattr(engine, name, _watched(method, before, after))
+            method: Callable[..., Awaitable[Any]] = getattr(self._engine, name)
+            self._watched[name] = _watched(method, before, after)
+            setattr(self._engine, name, self._watched[name])
 
     def _on_worker_call(self, method: object, *_: Any, **__: Any) -> None:
         if not isinstance(method, str) or not _CHANGES_WEIGHTS.search(method):

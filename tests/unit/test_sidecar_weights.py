@@ -1,0 +1,130 @@
+"""The weights that a call's tokens carry, learnt from what is done to the engine object."""
+
+from typing import Any
+
+import pytest
+
+from tokentape_sidecar.engine import Weights
+from tokentape_sidecar.weights import CallWeights, WeightObserver
+
+
+class Driven:
+    """What a trainer drives: the engine's control methods, which here do nothing else."""
+
+    async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> str:
+        del args, kwargs
+        if method == "update_weights_badly":
+            raise RuntimeError(method)
+        return method
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def sleep(self, level: int = 1) -> None: ...
+    async def wake_up(self, tags: list[str] | None = None) -> None: ...
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        return reset_running_requests
+
+
+@pytest.fixture
+def engine() -> Driven:
+    return Driven()
+
+
+@pytest.fixture
+def observer(engine: Driven) -> WeightObserver:
+    return WeightObserver(engine)
+
+
+async def test_before_any_update_a_version_is_empty(observer: WeightObserver) -> None:
+    assert CallWeights(observer).of_step(None) == Weights()
+    assert CallWeights(observer).of_step("default") == Weights()
+
+
+async def test_openrlhfs_order_gives_the_next_version_from_the_next_step_on(
+    engine: Driven, observer: WeightObserver
+) -> None:
+    running = CallWeights(observer)
+    assert running.of_step(None) == Weights()
+    await engine.pause_generation(mode="keep")
+    for _ in range(3):  # one call per parameter
+        await engine.collective_rpc("update_weight", args=("name",))
+    await engine.reset_prefix_cache()
+    await engine.resume_generation()
+    assert observer.version == "1"
+    assert running.of_step(None) == Weights("1")
+    assert CallWeights(observer).of_step(None) == Weights("1")
+    await engine.sleep()
+    await engine.wake_up()
+    await engine.pause_generation(mode="keep")
+    await engine.collective_rpc("update_weight")
+    await engine.resume_generation()
+    assert CallWeights(observer).of_step(None) == Weights("2")
+
+
+async def test_worker_calls_that_change_no_weights_open_no_update(engine: Driven, observer: WeightObserver) -> None:
+    for method in ("init_process_group", "compute_weight_checksums", "get_weights", "offload_weights"):
+        await engine.collective_rpc(method)
+    assert observer.version == ""
+
+
+@pytest.mark.parametrize(
+    "method", ["update_weight", "update_weights", "reload_weights", "update_weight_cuda_ipc", "start_weight_update"]
+)
+async def test_worker_calls_that_change_weights_are_known(
+    method: str, engine: Driven, observer: WeightObserver
+) -> None:
+    assert await engine.collective_rpc(method) == method
+    assert observer.version == "1"
+
+
+async def test_an_update_while_sampling_is_uncertain(engine: Driven, observer: WeightObserver) -> None:
+    running = CallWeights(observer)
+    running.of_step(None)
+    await engine.collective_rpc("reload_weights")
+    assert running.of_step(None) == Weights("1", boundary_uncertain=True, stale_cache=True)
+
+
+async def test_a_kept_cache_is_stale_until_it_is_cleared(engine: Driven, observer: WeightObserver) -> None:
+    running = CallWeights(observer)
+    running.of_step(None)
+    await engine.pause_generation(mode="keep", clear_cache=False)
+    await engine.collective_rpc("reload_weights")
+    await engine.resume_generation()
+    assert running.of_step(None) == Weights("1", stale_cache=True)
+    born_on_old_prefixes = CallWeights(observer)
+    assert born_on_old_prefixes.of_step(None) == Weights("1", stale_cache=True)
+    await engine.reset_prefix_cache()
+    assert CallWeights(observer).of_step(None) == Weights("1")
+    assert born_on_old_prefixes.of_step(None) == Weights("1", stale_cache=True)
+    await engine.reset_prefix_cache(reset_running_requests=True)
+    assert running.of_step(None) == Weights("1")
+    assert born_on_old_prefixes.of_step(None) == Weights("1")
+
+
+async def test_a_stamp_names_the_version_and_later_updates_count_from_it(
+    engine: Driven, observer: WeightObserver
+) -> None:
+    running = CallWeights(observer)
+    assert running.of_step("default") == Weights()
+    await engine.pause_generation(mode="keep")
+    await engine.collective_rpc("reload_weights")
+    await engine.resume_generation()
+    assert running.of_step("v2") == Weights("v2")
+    await engine.pause_generation(mode="keep")
+    await engine.collective_rpc("reload_weights")
+    await engine.resume_generation()
+    assert running.of_step("v2") == Weights("v2+1")
+    assert running.of_step("v3") == Weights("v3")
+
+
+async def test_a_failing_worker_call_still_raises_and_opens_an_update(engine: Driven, observer: WeightObserver) -> None:
+    with pytest.raises(RuntimeError):
+        await engine.collective_rpc("update_weights_badly")
+    assert observer.version == "1"
+
+
+async def test_a_detached_observer_hears_nothing(engine: Driven, observer: WeightObserver) -> None:
+    observer.detach()
+    assert await engine.collective_rpc("update_weight") == "update_weight"
+    assert observer.version == ""
+    assert not vars(engine)
