@@ -269,7 +269,8 @@ class CallRecord:
             self.fail(CallError(problem))
             return
         columns = self.choices[choice]
-        if not columns.weights or columns.weights[-1] != weights:
+        # The same weights are mostly the same object, and comparing that is cheaper.
+        if not columns.weights or (columns.weights[-1] is not weights and columns.weights[-1] != weights):
             columns.weight_starts.append(len(columns.token_ids))
             columns.weights.append(weights)
         columns.token_ids.extend(token_ids)

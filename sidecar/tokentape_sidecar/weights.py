@@ -65,6 +65,7 @@ class WeightObserver:
         self._boundary_uncertain = False
         self._cache_empty = False
         self._prefixes_empty = False
+        self._latest = self._both_ways()
         self._engine = engine
         self._watched: dict[str, object] = {}
         self._watch()
@@ -75,32 +76,36 @@ class WeightObserver:
         return self._version(self._unnamed_updates + self._update_open)
 
     def weights(self, *, stale_cache: bool) -> Weights:
-        """Return the weights of the latest step."""
-        return Weights(
-            self._version(self._unnamed_updates),
-            boundary_uncertain=self._boundary_uncertain,
-            stale_cache=stale_cache,
-        )
+        """Return the weights of the latest step; the same object as long as they are the same."""
+        return self._latest[stale_cache]
 
     def note_step(self, stamp: str | None) -> None:
         """Note an output stamped with `stamp`: it closes an open update, and fills the caches again."""
+        self._cache_empty, was_empty = False, self._cache_empty
+        self._prefixes_empty, had_no_prefixes = False, self._prefixes_empty
         name = self._name if stamp is None else "" if stamp == _UNNAMED else stamp
-        if self._update_open or name != self._name:
-            self.clock += 1
-            self._unnamed_updates = self._unnamed_updates + 1 if name == self._name else 0
-            self._name = name
+        if not self._update_open and name == self._name:
+            return
+        self.clock += 1
+        self._unnamed_updates = self._unnamed_updates + 1 if name == self._name else 0
+        self._name = name
         if self._update_open:
-            if not self._cache_empty:
+            if not was_empty:
                 self.stale_update = self.clock
-            self.prefix_is_stale = not (self._cache_empty or self._prefixes_empty)
+            self.prefix_is_stale = not (was_empty or had_no_prefixes)
             self._update_open = False
-        self._cache_empty = self._prefixes_empty = False
+        self._latest = self._both_ways()
 
     def detach(self) -> None:
         """Watch no longer; the engine's methods are its own again."""
         for name, watched in self._watched.items():
             if vars(self._engine).get(name) is watched:
                 delattr(self._engine, name)
+
+    def _both_ways(self) -> tuple[Weights, Weights]:
+        """Return the present weights on a good cache and on a stale one."""
+        version, uncertain = self._version(self._unnamed_updates), self._boundary_uncertain
+        return Weights(version, uncertain), Weights(version, uncertain, stale_cache=True)
 
     def _version(self, unnamed_updates: int) -> str:
         if not unnamed_updates:

@@ -191,13 +191,12 @@ class _ChoiceState(RequestState):
         rows = self._steps.rows
         if rows is None:
             raise CallError("vLLM gave no log-probabilities for sampled tokens")
-        ids, logprobs = _column(rows, 0, 1)
-        if ids != token_ids:
+        if rows.logprob_token_ids[:, 0].tolist() != token_ids:
             raise CallError("vLLM's log-probabilities belong to other tokens than those sampled")
         self._sink.append(
             self.request_index,
             token_ids,
-            logprobs,
+            rows.logprobs[:, 0].tolist(),
             weights=self._weights.of_step(self._stamp),
             top_logprobs=_top(rows, self._k),
         )
@@ -207,19 +206,18 @@ class _ChoiceState(RequestState):
         # Every choice computes the prompt's; the first one's are the call's.
         if prompt is None or self.request_index > 0:
             return
-        self._sink.take_prompt_logprobs(_column(prompt, 0, 1)[1], _top(prompt, self._prompt_k))
+        own = cast("list[float]", prompt.logprobs[:, 0].tolist())
+        self._sink.take_prompt_logprobs(own, _top(prompt, self._prompt_k))
 
 
 def _top(rows: LogprobsLists | LogprobsTensors, k: int) -> TopLogprobs | None:
     """Return columns 1 to k, the most probable tokens; rows may be wider, as other requests of the step asked."""
-    return TopLogprobs(k, *_column(rows, 1, k + 1)) if k else None
-
-
-def _column(rows: LogprobsLists | LogprobsTensors, start: int, end: int) -> tuple[list[int], list[float]]:
-    """Return ids and log-probabilities of the columns `start` to `end` (exclusive), position after position."""
-    return (
-        cast("list[int]", rows.logprob_token_ids[:, start:end].flatten().tolist()),
-        cast("list[float]", rows.logprobs[:, start:end].flatten().tolist()),
+    if not k:
+        return None
+    return TopLogprobs(
+        k,
+        cast("list[int]", rows.logprob_token_ids[:, 1 : k + 1].flatten().tolist()),
+        cast("list[float]", rows.logprobs[:, 1 : k + 1].flatten().tolist()),
     )
 
 
