@@ -1,0 +1,150 @@
+"""Both ways from the adapter into vLLM, with the same requests, and the weights that tokens carry on each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+import pytest_asyncio
+
+from support.real_engine import Emitted, load_engine, record_emitted, requests_of
+from support.scripted import RunningSidecar, sidecar_on
+from support.sidecar_client import Generated
+from support.waiting import eventually
+from tokentape.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(240),
+    # vLLM's and torch's own, on import and on start; not ours to mend.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+Sampling = types_pb2.SamplingParameters
+Path_ = Literal["direct", "public"]
+
+PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 2, 198, 1, 4093, 198, 1780, 359, 346, 2, 198]
+
+REQUESTS = {
+    "greedy": Sampling(temperature=0.0, max_tokens=16),
+    "top log-probabilities": Sampling(temperature=0.0, max_tokens=8, top_logprobs=3),
+    "prompt log-probabilities": Sampling(temperature=0.0, max_tokens=2, prompt_logprobs=2),
+    "stop string": Sampling(temperature=0.0, max_tokens=64, stop=["."]),
+    "stop token": Sampling(temperature=0.0, max_tokens=64, stop_token_ids=[28, 30]),
+    "constrained": Sampling(
+        temperature=0.0, max_tokens=64, structured_output=types_pb2.StructuredOutput(regex='\\{"a": [0-9]{3}\\}')
+    ),
+    "biased": Sampling(temperature=0.0, max_tokens=4, logit_bias={260: 50.0}, bad_words=["the"]),
+}
+"""Greedy, so that what is sampled is what the model says and not chance."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def llm(model_directory: Path) -> AsyncGenerator[AsyncLLM]:
+    engine = load_engine(model_directory)
+    yield engine
+    await asyncio.to_thread(engine.shutdown)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def emitted(llm: AsyncLLM) -> Emitted:
+    emitted = record_emitted(llm)
+    # vLLM's handler waits already, for an output that the recorder does not see.
+    async with sidecar(llm, "public") as running:
+        await running.client.generate(PROMPT, Sampling(max_tokens=2))
+    emitted.clear()
+    return emitted
+
+
+@asynccontextmanager
+async def sidecar(llm: AsyncLLM, path: Path_) -> AsyncGenerator[RunningSidecar]:
+    from tokentape_sidecar.vllm_engine import VllmEngine  # noqa: PLC0415 - imports vLLM
+
+    engine = VllmEngine.attach(llm, path=path)
+    async with sidecar_on(engine) as running:
+        yield running
+    await engine.close()
+
+
+def facts(generated: Generated) -> dict[str, object]:
+    """All that a call gave, but for its name and how its tokens were grouped."""
+    started = generated.started
+    tops = [delta.top_logprobs for delta in generated.deltas if delta.HasField("top_logprobs")]
+    return {
+        "prompt": (started.prompt_token_count, started.max_tokens, list(started.prompt_logprobs)),
+        "prompt tops": (list(started.prompt_top_logprobs.token_ids), list(started.prompt_top_logprobs.logprobs)),
+        "ids": [generated.token_ids(choice) for choice in sorted(generated.finished)],
+        "logprobs": [generated.logprobs(choice) for choice in sorted(generated.finished)],
+        "tops": [
+            (token_id, value) for top in tops for token_id, value in zip(top.token_ids, top.logprobs, strict=True)
+        ],
+        "finished": [generated.finished[choice].SerializeToString() for choice in sorted(generated.finished)],
+    }
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_both_paths_give_the_same(llm: AsyncLLM, name: str) -> None:
+    given: dict[str, dict[str, object]] = {}
+    for path in ("direct", "public"):
+        # What the other path left in the prefix cache would change the sums, if not the choice, of the last bits.
+        await llm.reset_prefix_cache()
+        async with sidecar(llm, path) as running:
+            given[path] = facts(await running.client.generate(PROMPT, REQUESTS[name]))
+    assert given["direct"] == given["public"]
+    assert given["direct"]["ids"]
+
+
+async def test_both_paths_give_the_same_choices(llm: AsyncLLM) -> None:
+    """Which steps two choices share is chance, and with it the last bits of their sums: the ids are compared."""
+    given: dict[str, list[list[int]]] = {}
+    for path in ("direct", "public"):
+        await llm.reset_prefix_cache()
+        async with sidecar(llm, path) as running:
+            generated = await running.client.generate(PROMPT, Sampling(temperature=1.0, top_k=1, max_tokens=4, n=2))
+        given[path] = [generated.token_ids(choice) for choice in range(2)]
+    assert given["direct"] == given["public"]
+
+
+@pytest.mark.parametrize("path", ["direct", "public"])
+async def test_each_token_carries_the_weights_that_sampled_it(
+    llm: AsyncLLM, emitted: Emitted, path: Path_, model_directory: Path
+) -> None:
+    """As OpenRLHF changes weights: a pause that keeps the requests, a worker call, a cache reset, and on."""
+    sampling = Sampling(temperature=1.0, max_tokens=48, ignore_eos=True)
+    async with sidecar(llm, path) as running:
+        before = set(emitted)
+        calls = [asyncio.create_task(running.client.generate(PROMPT, sampling)) for _ in range(4)]
+        await eventually(lambda: len(set(emitted) - before) == 4 and min(map(len, emitted.values())) > 0, 30)
+        await llm.pause_generation(mode="keep")
+        old = {request: len(emitted[request]) for request in set(emitted) - before}
+        await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_directory)})
+        await llm.reset_prefix_cache()
+        await llm.resume_generation()
+        generated = await asyncio.gather(*calls)
+        later = await running.client.generate(PROMPT, Sampling(max_tokens=2))
+    for one in generated:
+        ((request, _),) = requests_of(emitted, one.started.call_id).items()
+        assert 0 < old[request] < 48
+        assert one.weight_versions() == [""] * old[request] + ["1"] * (48 - old[request])
+    assert later.weight_versions() == ["1", "1"]
+
+
+async def test_a_version_that_somebody_names_is_the_tokens_own(llm: AsyncLLM, emitted: Emitted) -> None:
+    sampling = Sampling(temperature=1.0, max_tokens=48, ignore_eos=True)
+    async with sidecar(llm, "direct") as running:
+        call = asyncio.create_task(running.client.generate(PROMPT, sampling))
+        before = set(emitted)
+        await eventually(lambda: len(set(emitted) - before) == 1, 30)
+        await llm.update_weight_version("v2")
+        versions = (await call).weight_versions()
+        await llm.update_weight_version("default")
+    assert versions[0] == ""
+    assert versions[-1] == "v2"
+    assert versions == sorted(versions)
