@@ -33,8 +33,11 @@ demo: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run three math quest
 
 .PHONY: test
 test: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run every test, those on real vLLM and NeMo Gym included
-	$(call say,test: every test; PYTEST_ADDOPTS adds options)
-	@exec python -m pytest -v --require-real --durations=10
+	$(call say,test: unit$(comma) contract and integration tests; PYTEST_ADDOPTS adds options)
+	@python -m pytest --ignore=tests/real
+	$(call say,test: on real vLLM and real NeMo Gym)
+	@# In a process of their own, and without the check of what the garbage collector finds: vLLM leaves it sockets.
+	@exec python -m pytest tests/real --require-real -p no:unraisableexception --durations=10
 
 .PHONY: check
 check: .venv/.stamp ## Lint, formats, types, imports between components, contract, generated code

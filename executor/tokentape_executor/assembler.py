@@ -1,23 +1,41 @@
 """From a tape's entries to samples. No I/O: entries are fed in, a trajectory comes out.
 
-Invariants, for every tape that the assembler accepts:
+Invariants, for every tape that the assembler accepts (numbers in brackets are DESIGN.md's):
 
-1. For every action range (s, e) of a sample there is one choice of one call, such that `tokens[:s]` is the prompt that
-   the engine was given for the call and `tokens[s:e]` all that it sampled for the choice, the stop token included.
-2. Every sampled token of the tape is in exactly one range of exactly one sample.
-3. `logprobs` has the value that was sampled with each token in the ranges, and 0.0 elsewhere.
-4. A call with a parent extends the sample that ends with the parent's completion. Where another call does so already,
-   or the parent's completion is kept in part only, it begins a new sample; what it shares with the other is then prompt
-   in the new sample. A call without a parent begins a new sample. Nothing is inferred from equal ids.
-5. How the tape was chunked, and how its calls were interleaved, makes no difference to the samples.
+- For every action (s, e) of a sample there is one choice of one call, such that `tokens[:s]` is the prompt that the
+  engine was given for the call and `tokens[s:e]` all that it sampled for the choice, the stop token included (1, 5).
+- Every sampled token of the tape is in exactly one action of exactly one sample, or is dropped, with a reason. The
+  receipt counts both, and `sampled == kept + dropped` (2).
+- `logprobs` has the value that was sampled with each token in the actions, and 0.0 elsewhere (3).
+- A call with a parent extends the sample that ends with the parent's completion. Where another call does so already,
+  or the parent's completion is kept in part only, it begins a new sample; what it shares with the other is then prompt
+  in the new sample, and action only in the other. A call without a parent begins a new sample, for the cause that the
+  tape gives. Nothing is inferred from equal ids (4).
+- How the tape was chunked, and how its calls were interleaved, makes no difference: not to the samples, nor to the
+  receipt and its hash (7).
+- Versions of the weights, and the marks of uncertain boundaries and stale caches, are each token's own (8).
 
-Each choice is a branch of its own, so n choices of a call give n samples with a common prompt. Of several calls that
-continue one completion, that extends its sample which was itself continued; then one that completed; then the one that
-leads to the latest call. So a request that its client repeated does not cut the conversation in two. Choices without a
-sampled token are left out unless something continues them.
+What is dropped (10). A *child* of a call is any call that continues one of its choices, wherever. *Siblings* are calls
+of the same parent place (call, choice, tokens kept), the same further ids, and equal parameters in force; the n choices
+of one call are none.
+
+1. `superseded`: a call without a child, after which a sibling was made that completed or has a child. So of siblings
+   all but the last that have no child are dropped, but a repetition that was itself abandoned takes nothing away.
+2. Otherwise `abandoned` or `failed`: a call without a child of which a choice was aborted or failed, with all its
+   choices (one failed choice makes it `failed`): its client never got its answer. A call that the seal aborted counts
+   so too: it still ran when the agent had ended. Of a call with a child, those of its aborted or failed choices that
+   nothing continues.
+
+Parameters are compared as the tape has them, `seed` and the clamped `max_tokens` included: calls that a tape's
+`policy_seed` gave seeds of their own are no siblings.
+
+Each choice that is kept is a branch of its own, so n choices of a call give n samples with a common prompt. Of several
+branches that continue one completion, that extends its sample which was itself continued; then one that completed; then
+the one that leads to the latest call; then the first choice. Choices without a sampled token are left out unless
+something continues them: a call that sampled nothing leaves no sample, and is no error.
 
 What contradicts the contract raises `TapeInconsistent`: entries out of order, missing or repeated, log-probabilities
-that are missing or not finite, counts that do not add up. Nothing is repaired.
+that are missing or not finite, prompts without ids, counts that do not add up. Nothing is repaired.
 """
 
 from __future__ import annotations
@@ -25,8 +43,12 @@ from __future__ import annotations
 import math
 
 from tokentape.v1 import tape_pb2, types_pb2
-from tokentape_executor._branches import Call, Choice, build_samples
+from tokentape_executor._branches import build_samples
+from tokentape_executor._drops import dropped_choices
+from tokentape_executor._ledger import make_receipt
+from tokentape_executor._tree import Call, Choice, WeightRun
 from tokentape_executor.errors import TapeInconsistent
+from tokentape_executor.receipt import SplitCause
 from tokentape_executor.trajectory import FinishReason, Trajectory
 
 _FINISH_REASONS = {
@@ -35,6 +57,8 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
     types_pb2.FINISH_REASON_REPETITION: FinishReason.REPETITION,
 }
+_CAUSE_PREFIX = "SPLIT_CAUSE_"
+_SPLIT_CAUSES = {number: SplitCause[name.removeprefix(_CAUSE_PREFIX)] for name, number in types_pb2.SplitCause.items()}
 
 
 def positions(entry: tape_pb2.TapeEntry) -> int:
@@ -48,6 +72,7 @@ class Assembler:
     def __init__(self) -> None:
         self._next_sequence = 0
         self._calls: dict[str, Call] = {}
+        self._sampled = 0
         self._sealed = False
 
     @property
@@ -82,11 +107,17 @@ class Assembler:
                 raise TapeInconsistent(f"entry {entry.sequence} is of a kind that this version does not know")
         self._next_sequence += positions(entry)
 
+    def prompts(self) -> dict[str, list[int]]:
+        """Return the whole prompt of every call, by its id, in the order of the calls."""
+        return {call.call_id: call.prompt() for call in self._calls.values()}
+
     def trajectory(self) -> Trajectory:
-        """Return the samples of the whole tape. Raises `TapeInconsistent` where it is not sealed."""
+        """Return the samples of the whole tape, and its receipt. Raises `TapeInconsistent` where it is not sealed."""
         _require(self._sealed, "the tape is not sealed")
         calls = list(self._calls.values())
-        return Trajectory(build_samples(calls), len(calls), self._sampled_token_count())
+        dropped = dropped_choices(calls)
+        samples = build_samples(calls, dropped)
+        return Trajectory(samples, make_receipt(calls, samples, dropped, self._sampled), list(self._calls))
 
     def _start(self, started: tape_pb2.TapeEntry.CallStarted) -> None:
         _require(started.call_id not in self._calls, f"call {started.call_id} starts twice")
@@ -104,6 +135,9 @@ class Assembler:
             kept,
             list(started.prompt_token_ids),
             started.prompt_token_count,
+            started.sampling,
+            # A cause from a later version of the contract is news for people, and no reason to lose the rollout.
+            _SPLIT_CAUSES.get(started.split_cause, SplitCause.UNSPECIFIED),
             [Choice() for _ in range(started.sampling.n if started.sampling.HasField("n") else 1)],
         )
 
@@ -124,7 +158,9 @@ class Assembler:
             len(sampled.logprobs) == count and all(map(math.isfinite, sampled.logprobs)),
             f"call {sampled.call_id} has {count} tokens without as many finite log-probabilities",
         )
-        choice.append(sampled.token_ids, sampled.logprobs, sampled.weight_version)
+        run = WeightRun(len(choice.token_ids), sampled.weight_version, sampled.boundary_uncertain, sampled.stale_cache)
+        choice.append(sampled.token_ids, sampled.logprobs, run)
+        self._sampled += count
 
     def _finish(self, finished: tape_pb2.TapeEntry.ChoiceFinished) -> None:
         completion = finished.completion
@@ -137,6 +173,13 @@ class Assembler:
         if reason is None:
             raise TapeInconsistent(f"call {finished.call_id} finished for no known reason: {completion.finish_reason}")
         choice.finish_reason = reason
+        match completion.WhichOneof("stop_reason"):
+            case "stop_token_id":
+                choice.stop_reason = completion.stop_token_id
+            case "stop_string":
+                choice.stop_reason = completion.stop_string
+            case None:
+                pass
 
     def _fail(self, failed: tape_pb2.TapeEntry.CallFailed) -> None:
         open_choices = [choice for choice in self._call(failed.call_id).choices if choice.finish_reason is None]
@@ -148,7 +191,7 @@ class Assembler:
         for call in self._calls.values():
             ended = all(choice.finish_reason is not None for choice in call.choices)
             _require(ended, f"the tape is sealed while call {call.call_id} is running")
-        counts = (len(self._calls), self._sampled_token_count())
+        counts = (len(self._calls), self._sampled)
         _require(
             counts == (sealed.call_count, sealed.sampled_token_count),
             f"the seal counts {sealed.call_count} calls and {sealed.sampled_token_count} tokens, not {counts}",
@@ -169,9 +212,6 @@ class Assembler:
         choice = self._choice(self._call(call_id), index)
         _require(choice.finish_reason is None, f"choice {index} of call {call_id} goes on after its end")
         return choice
-
-    def _sampled_token_count(self) -> int:
-        return sum(len(choice.token_ids) for call in self._calls.values() for choice in call.choices)
 
 
 def _require(condition: bool, problem: str) -> None:

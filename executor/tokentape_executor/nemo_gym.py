@@ -63,12 +63,14 @@ class NemoGym:
         policy_model_name: str,
         log_file: Path,
         timeout_seconds: float,
+        overrides: tuple[str, ...] = (),
     ) -> Self:
         """Start Gym's servers and return when all of them answer.
 
-        `venv` is Gym's virtual environment, `configs` its configuration files, `policy_base_url` the OpenAI base URL
-        (with `/v1`) that its model server calls. Raises `StartFailed` where `venv` has no nemo-gym of 0.4 or newer, a
-        server is not ready within `timeout_seconds`, or there is no agent `default_agent`.
+        `venv` is Gym's virtual environment, `configs` its configuration files, `overrides` changes to what they say
+        (Hydra's: `++KEY.KEY=VALUE`), `policy_base_url` the OpenAI base URL (with `/v1`) that its model server calls.
+        Raises `StartFailed` where `venv` has no nemo-gym of 0.4 or newer, a server is not ready within
+        `timeout_seconds`, or there is no agent `default_agent`.
         """
         await asyncio.to_thread(_check_installation, venv)
         scratch = _make_scratch(venv)
@@ -78,6 +80,7 @@ class NemoGym:
             _command(
                 venv=venv,
                 configs=configs,
+                overrides=overrides,
                 scratch=scratch,
                 port=port,
                 policy_base_url=policy_base_url,
@@ -160,7 +163,14 @@ def _make_scratch(venv: Path) -> Path:
 
 
 def _command(
-    *, venv: Path, configs: tuple[str, ...], scratch: Path, port: int, policy_base_url: str, policy_model_name: str
+    *,
+    venv: Path,
+    configs: tuple[str, ...],
+    overrides: tuple[str, ...],
+    scratch: Path,
+    port: int,
+    policy_base_url: str,
+    policy_model_name: str,
 ) -> list[str]:
     return [
         str(venv.absolute() / "bin" / "gym"),
@@ -177,6 +187,7 @@ def _command(
         f"+head_server.host={_HOST}",
         f"+head_server.port={port}",
         f"+default_host={_HOST}",
+        *overrides,
     ]
 
 

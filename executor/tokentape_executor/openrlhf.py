@@ -155,6 +155,7 @@ class AgentExecutor(AgentExecutorBase):
         services.gym = await NemoGym.start(
             venv=settings.gym_venv,
             configs=settings.gym_configs,
+            overrides=settings.gym_overrides,
             default_agent=settings.gym_agent,
             policy_base_url=self.policy_base_url,
             policy_model_name=self.policy_model_name,

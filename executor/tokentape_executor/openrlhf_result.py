@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from tokentape_executor.errors import NothingSampled
+from tokentape_executor.errors import AgentFailed, NothingSampled
 from tokentape_executor.executor import Rollout
-from tokentape_executor.trajectory import FinishReason, Sample
+from tokentape_executor.trajectory import Sample
 
 
 def openrlhf_result(rollout: Rollout, *, prompt: str, label: str) -> dict[str, Any]:
@@ -14,19 +15,25 @@ def openrlhf_result(rollout: Rollout, *, prompt: str, label: str) -> dict[str, A
 
     `observation_tokens`: all T token ids, prompt included. `action_ranges`: half-open, into them. `rollout_log_probs`:
     T floats, 0.0 outside the ranges; given also where the trainer asks for none, since the tape has them. `reward` and
-    `scores`: the verifier's reward. `truncated`: whether a limit ended the last call, or the agent says so.
-    `extra_logs`: floats, the same keys in every result.
+    `scores`: the verifier's reward. `truncated`: whether a limit ended the last call, or the agent says so; a limit
+    that an earlier call met does not count. `extra_logs`: floats, the same keys in every result.
 
     OpenRLHF takes one sequence per rollout. Where a rollout has several samples (its history was changed, it forked, or
     asked for several choices), the main one is that with the latest call that completed: it ends with what was
-    verified. The others' tokens are not trained on; `extra_logs` counts them. Raises `NothingSampled` where no token
-    was sampled: a sample without an action makes the trainer's masked means 0/0.
+    verified. The others' tokens are not trained on; `extra_logs` counts them.
+
+    Raises `NothingSampled` where no sampled token was kept: a sample without an action makes the trainer's masked means
+    0/0. Raises `AgentFailed` where the reward is not a finite number: one NaN makes a whole batch's means NaN.
     """
     trajectory = rollout.trajectory
+    receipt = trajectory.receipt
     if not trajectory.samples:
-        raise NothingSampled(f"no token was sampled in {trajectory.call_count} calls")
-    sample = max(trajectory.samples, key=lambda each: (each.finish_reason.complete, each.last_call_index))
+        lost = ", ".join(f"{count} {reason}" for reason, count in receipt.dropped.items() if count) or "none"
+        raise NothingSampled(f"no token to train on in {receipt.calls} calls; dropped: {lost}")
     reward = rollout.outcome.reward
+    if not math.isfinite(reward):
+        raise AgentFailed(f"the agent's reward is {reward}, not a finite number")
+    sample = max(trajectory.samples, key=lambda each: (each.finish_reason.complete, each.last_call_index))
     return {
         "prompt": prompt,
         "label": label,
@@ -35,18 +42,21 @@ def openrlhf_result(rollout: Rollout, *, prompt: str, label: str) -> dict[str, A
         "rollout_log_probs": sample.logprobs,
         "reward": reward,
         "scores": reward,
-        "truncated": sample.finish_reason is FinishReason.LENGTH or rollout.outcome.truncated,
+        "truncated": sample.truncated or rollout.outcome.truncated,
         "extra_logs": _extra_logs(rollout, sample),
     }
 
 
 def _extra_logs(rollout: Rollout, sample: Sample) -> dict[str, float]:
-    trajectory = rollout.trajectory
+    receipt = rollout.trajectory.receipt
     return {
-        "calls": float(trajectory.call_count),
-        "turns": float(len(sample.action_ranges)),
+        "calls": float(receipt.calls),
+        "turns": float(len(sample.actions)),
         "sampled_tokens": float(sample.action_token_count),
-        "other_samples": float(len(trajectory.samples) - 1),
-        "other_sampled_tokens": float(trajectory.sampled_token_count - sample.action_token_count),
-        "weight_versions": float(len({span.weight_version for span in sample.version_spans})),
+        "other_sampled_tokens": float(receipt.kept - sample.action_token_count),
+        "samples": float(receipt.samples),
+        "splits": float(receipt.split_total),
+        "dropped_tokens": float(receipt.dropped_total),
+        **{f"dropped_{reason}": float(count) for reason, count in receipt.dropped.items()},
+        "weight_versions": float(len(receipt.weight_versions)),
     }

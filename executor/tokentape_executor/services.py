@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -65,8 +65,18 @@ class Bridge:
         self._timeout_seconds = timeout_seconds
 
     @classmethod
-    def launch(cls, sidecars: Mapping[str, str], group: ServiceGroup, settings: ExecutorSettings) -> Self:
-        """Start the process in front of `sidecars` (name to gRPC address), a member of `group`; return at once."""
+    def launch(
+        cls,
+        sidecars: Mapping[str, str],
+        group: ServiceGroup,
+        settings: ExecutorSettings,
+        *,
+        options: Sequence[str] = (),
+    ) -> Self:
+        """Start the process in front of `sidecars` (name to gRPC address), a member of `group`; return at once.
+
+        `options` are more of `tokentape-bridge --help`.
+        """
         ready_file = group.directory / "bridge.ready"
         process = ChildProcess.start(
             "bridge",
@@ -74,6 +84,7 @@ class Bridge:
                 *(sys.executable, "-P", "-c", "from tokentape.console import bridge; bridge()"),
                 *(f"--sidecar={name}={address}" for name, address in sidecars.items()),
                 *("--listen", "127.0.0.1:0", "--ready-file", str(ready_file)),
+                *options,
             ],
             log_file=group.log_file("bridge"),
         )

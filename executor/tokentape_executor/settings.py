@@ -4,6 +4,7 @@
 |---------------------------|----------------------------------------------------|-----------------------------|
 | TOKENTAPE_GYM_VENV        | virtual environment with nemo-gym 0.4 or newer     | `.venv-gym` beside this one |
 | TOKENTAPE_GYM_CONFIGS     | Gym's configuration files, separated by commas     | math_with_judge, vllm_model |
+| TOKENTAPE_GYM_OVERRIDES   | changes to them, Hydra's, split as in a shell      | none                        |
 | TOKENTAPE_GYM_AGENT       | the agent that runs rows without an `agent_ref`    | its simple agent            |
 | TOKENTAPE_START_TIMEOUT   | seconds that each process may take to be ready     | 120                         |
 | TOKENTAPE_ROLLOUT_TIMEOUT | seconds that one rollout may take; 0: no limit     | 0                           |
@@ -14,6 +15,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,6 +40,9 @@ class ExecutorSettings:
     """Virtual environment with nemo-gym, which wants another Python than the engine. Default: the Makefile's."""
     gym_configs: tuple[str, ...] = GYM_CONFIGS
     """NeMo Gym's configuration files, absolute or relative to its installation."""
+    gym_overrides: tuple[str, ...] = ()
+    """What they shall say otherwise, in Hydra's words, such as
+    `++math_with_judge_simple_agent.responses_api_agents.simple_agent.max_steps=3`."""
     gym_agent: str = GYM_AGENT
     """The agent that runs rows which name none."""
     start_timeout_seconds: float = 120.0
@@ -57,12 +62,21 @@ class ExecutorSettings:
         return cls(
             gym_venv=Path(environment.get("TOKENTAPE_GYM_VENV") or Path(sys.prefix).with_name(".venv-gym")),
             gym_configs=tuple(path.strip() for path in configs.split(",")) if configs else GYM_CONFIGS,
+            gym_overrides=_words(environment, "TOKENTAPE_GYM_OVERRIDES"),
             gym_agent=environment.get("TOKENTAPE_GYM_AGENT") or GYM_AGENT,
             start_timeout_seconds=_seconds(environment, "TOKENTAPE_START_TIMEOUT") or 120.0,
             rollout_timeout_seconds=_seconds(environment, "TOKENTAPE_ROLLOUT_TIMEOUT"),
             tape_time_to_live_seconds=_seconds(environment, "TOKENTAPE_TAPE_KEEPING") or 60.0,
             log_directory=Path(log_directory) if log_directory else None,
         )
+
+
+def _words(environment: Mapping[str, str], name: str) -> tuple[str, ...]:
+    """Return the words of a variable, split and quoted as in a shell."""
+    try:
+        return tuple(shlex.split(environment.get(name, "")))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _seconds(environment: Mapping[str, str], name: str) -> float | None:

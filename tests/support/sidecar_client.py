@@ -119,12 +119,17 @@ class SidecarClient:
         limits: tape_pb2.TapeLimits | None = None,
         sampling_policy: types_pb2.SamplingParameters | None = None,
         policy_seed: int | None = None,
+        keep_reasoning: bool = False,
     ) -> OpenedTape:
         """Open a tape under a new id."""
         tape_id = new_tape_id(self.name)
         response = await self.tapes.OpenTape(
             tape_pb2.OpenTapeRequest(
-                tape_id=tape_id, limits=limits, sampling_policy=sampling_policy, policy_seed=policy_seed
+                tape_id=tape_id,
+                limits=limits,
+                sampling_policy=sampling_policy,
+                policy_seed=policy_seed,
+                keep_reasoning=keep_reasoning,
             )
         )
         return OpenedTape(tape_id, response.reader_token)

@@ -11,34 +11,50 @@ from typing import Any
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs] # it ships none
 import pytest
 
+from tokentape.v1 import types_pb2
 from tokentape_executor import openrlhf
 from tokentape_executor._openrlhf_base import AgentExecutorBase
-from tokentape_executor.errors import ImagesUnsupported, NothingSampled, StartFailed
+from tokentape_executor.errors import AgentFailed, ImagesUnsupported, NothingSampled, StartFailed
 from tokentape_executor.executor import Outcome, Rollout
 from tokentape_executor.openrlhf import AgentExecutor
 from tokentape_executor.openrlhf_result import openrlhf_result
+from tokentape_executor.receipt import DropReason, Receipt, SplitCause
 from tokentape_executor.settings import ExecutorSettings
-from tokentape_executor.trajectory import Beginning, FinishReason, Sample, Trajectory, VersionSpan
+from tokentape_executor.trajectory import Action, FinishReason, Sample, Trajectory, VersionSpan
 
 
 def sample(*, last_call: int, tokens: list[int], start: int, reason: FinishReason = FinishReason.STOP) -> Sample:
     count = len(tokens) - start
     return Sample(
         tokens=tokens,
-        action_ranges=[(start, len(tokens))],
+        actions=[Action(start, len(tokens), last_call, 0, reason, types_pb2.SamplingParameters())],
         logprobs=[0.0] * start + [-1.0] * count,
         version_spans=[VersionSpan(start, len(tokens), "")],
-        call_ids=[f"call-{last_call}"],
+        call_indices=[last_call],
         finish_reason=reason,
-        last_call_index=last_call,
-        beginning=Beginning.PROMPT,
+        split_cause=SplitCause.NEW_CONVERSATION,
+        parent=None,
     )
 
 
-def result(*samples: Sample, truncated: bool = False) -> dict[str, Any]:
-    sampled = sum(each.action_token_count for each in samples)
-    trajectory = Trajectory(list(samples), call_count=len(samples), sampled_token_count=sampled)
-    return openrlhf_result(Rollout("main.0", trajectory, Outcome(1.0, truncated, {})), prompt="?", label="5")
+def result(
+    *samples: Sample, truncated: bool = False, reward: float = 1.0, dropped: dict[DropReason, int] | None = None
+) -> dict[str, Any]:
+    lost = dict.fromkeys(DropReason, 0) | (dropped or {})
+    kept = sum(each.action_token_count for each in samples)
+    splits = {SplitCause.NEW_CONVERSATION: 1, SplitCause.HISTORY_EDITED: len(samples) - 1} if samples else {}
+    receipt = Receipt(
+        sampled=kept + sum(lost.values()),
+        kept=kept,
+        dropped=lost,
+        samples=len(samples),
+        splits=splits,
+        calls=len(samples) + len(dropped or {}),
+        weight_versions=("1", "2"),
+        ledger_sha256="",
+    )
+    trajectory = Trajectory(list(samples), receipt, [])
+    return openrlhf_result(Rollout("main.0", trajectory, Outcome(reward, truncated, {})), prompt="?", label="5")
 
 
 def test_an_aborted_call_is_not_the_result() -> None:
@@ -50,7 +66,8 @@ def test_an_aborted_call_is_not_the_result() -> None:
 
 def test_the_result_is_the_sample_with_the_latest_call() -> None:
     main = sample(last_call=2, tokens=[1, 2, 3, 4], start=2)
-    got = result(main, sample(last_call=1, tokens=[5, 6, 7, 8], start=1))
+    other = sample(last_call=1, tokens=[5, 6, 7, 8], start=1)
+    got = result(main, other, dropped={DropReason.SUPERSEDED: 4, DropReason.FAILED: 3})
 
     assert got == {
         "prompt": "?",
@@ -62,14 +79,26 @@ def test_the_result_is_the_sample_with_the_latest_call() -> None:
         "scores": 1.0,
         "truncated": False,
         "extra_logs": {
-            "calls": 2.0,
+            "calls": 4.0,
             "turns": 1.0,
             "sampled_tokens": 2.0,
-            "other_samples": 1.0,
             "other_sampled_tokens": 3.0,
-            "weight_versions": 1.0,
+            "samples": 2.0,
+            "splits": 1.0,
+            "dropped_tokens": 7.0,
+            "dropped_superseded": 4.0,
+            "dropped_abandoned": 0.0,
+            "dropped_failed": 3.0,
+            "weight_versions": 2.0,
         },
     }
+
+
+def test_every_result_has_the_same_logs() -> None:
+    some = result(sample(last_call=2, tokens=[1, 2], start=1), dropped={DropReason.ABANDONED: 1})
+    none = result(sample(last_call=0, tokens=[1, 2], start=1))
+    assert list(some["extra_logs"]) == list(none["extra_logs"])
+    assert all(isinstance(value, float) for value in some["extra_logs"].values())
 
 
 @pytest.mark.parametrize(
@@ -88,8 +117,21 @@ def test_truncated_is_a_limit_at_the_engine_or_at_the_agent(
 
 
 def test_a_rollout_without_a_token_is_an_error() -> None:
-    with pytest.raises(NothingSampled, match="in 0 calls"):
+    with pytest.raises(NothingSampled, match="in 0 calls; dropped: none"):
         result()
+    with pytest.raises(NothingSampled, match="in 1 calls; dropped: 12 abandoned"):
+        result(dropped={DropReason.ABANDONED: 12})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_e12_a_reward_that_is_no_number_is_an_error_and_never_zero(reward: float) -> None:
+    with pytest.raises(AgentFailed, match=f"reward is {reward}"):
+        result(sample(last_call=0, tokens=[1, 2], start=1), reward=reward)
+
+
+def test_e12_a_reward_of_zero_is_kept() -> None:
+    got = result(sample(last_call=0, tokens=[1, 2], start=1), reward=0.0)
+    assert (got["reward"], got["scores"]) == (0.0, 0.0)
 
 
 def test_the_public_surface_is_the_references() -> None:

@@ -49,6 +49,7 @@ def test_settings_are_read_from_the_environment() -> None:
         {
             "TOKENTAPE_GYM_VENV": "/opt/gym",
             "TOKENTAPE_GYM_CONFIGS": "a.yaml, b.yaml",
+            "TOKENTAPE_GYM_OVERRIDES": "++a.b.max_steps=3  '++a.c=[1, 2]'",
             "TOKENTAPE_GYM_AGENT": "my_agent",
             "TOKENTAPE_START_TIMEOUT": "7.5",
             "TOKENTAPE_ROLLOUT_TIMEOUT": "60",
@@ -59,6 +60,7 @@ def test_settings_are_read_from_the_environment() -> None:
     assert settings == ExecutorSettings(
         gym_venv=Path("/opt/gym"),
         gym_configs=("a.yaml", "b.yaml"),
+        gym_overrides=("++a.b.max_steps=3", "++a.c=[1, 2]"),
         gym_agent="my_agent",
         start_timeout_seconds=7.5,
         rollout_timeout_seconds=60.0,
@@ -74,6 +76,11 @@ def test_absent_and_empty_settings_are_the_defaults(environment: dict[str, str])
     assert settings.gym_venv == Path(sys.prefix).parent / ".venv-gym"
     assert (settings.gym_configs, settings.gym_agent) == (GYM_CONFIGS, GYM_AGENT)
     assert settings.rollout_timeout_seconds is None
+
+
+def test_overrides_with_an_open_quote_are_named() -> None:
+    with pytest.raises(ValueError, match="TOKENTAPE_GYM_OVERRIDES: No closing quotation"):
+        ExecutorSettings.from_environment({"TOKENTAPE_GYM_OVERRIDES": "'++a=1"})
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])

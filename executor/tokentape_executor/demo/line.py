@@ -60,6 +60,7 @@ class Line:
             gym = await NemoGym.start(
                 venv=settings.gym_venv,
                 configs=settings.gym_configs,
+                overrides=settings.gym_overrides,
                 default_agent=settings.gym_agent,
                 policy_base_url=base_url,
                 policy_model_name=str(self.model),

@@ -28,3 +28,8 @@ def sidecar() -> NoReturn:
 def bridge() -> NoReturn:
     """Run `tokentape-bridge`."""
     _run("tokentape_bridge.main", "bridge")
+
+
+def rollout() -> NoReturn:
+    """Run `tokentape-rollout`."""
+    _run("tokentape_executor.rollout_cli", "executor")

@@ -1,0 +1,54 @@
+"""Which completions go into no sample, and why. The rules are in `assembler.py`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from tokentape_executor._tree import Call
+from tokentape_executor.receipt import DropReason
+from tokentape_executor.trajectory import FinishReason
+
+Place = tuple[int, int]
+"""A call's index and one of its choices."""
+
+
+def dropped_choices(calls: Sequence[Call]) -> dict[Place, DropReason]:
+    """Return what is dropped of a tape whose calls these are, all ended. Nothing that a call continues is among it."""
+    continued = {place[:2] for call in calls if (place := call.parent_place) is not None}
+    dropped: dict[Place, DropReason] = {}
+    for siblings in _siblings(calls):
+        replaced = False
+        for call in reversed(siblings):
+            places = [(call.index, choice) for choice in range(len(call.choices))]
+            goes_on = not continued.isdisjoint(places)
+            if replaced and not goes_on:
+                dropped |= dict.fromkeys(places, DropReason.SUPERSEDED)
+                continue
+            incomplete = _incomplete(call)
+            if incomplete and not goes_on:
+                worst = DropReason.FAILED if DropReason.FAILED in incomplete.values() else DropReason.ABANDONED
+                dropped |= dict.fromkeys(places, worst)
+                continue
+            dropped |= {place: reason for place, reason in incomplete.items() if place not in continued}
+            replaced = True
+    return dropped
+
+
+def _siblings(calls: Sequence[Call]) -> list[list[Call]]:
+    """Group calls of one prompt and equal parameters, each group in the order of the calls."""
+    groups: defaultdict[object, list[Call]] = defaultdict(list)
+    for call in calls:
+        # Deterministic, because a map's order (logit_bias) is no difference.
+        parameters = call.sampling.SerializeToString(deterministic=True)
+        groups[call.parent_place, tuple(call.prompt_token_ids), parameters].append(call)
+    return list(groups.values())
+
+
+def _incomplete(call: Call) -> dict[Place, DropReason]:
+    """Return the choices that neither the model nor a limit ended, with what that makes of them."""
+    return {
+        (call.index, index): DropReason.FAILED if choice.finish_reason is FinishReason.FAILED else DropReason.ABANDONED
+        for index, choice in enumerate(call.choices)
+        if not choice.complete
+    }
