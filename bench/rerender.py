@@ -146,8 +146,11 @@ def table(continued: Column, off: Column, again: Column) -> str:
         "tokens that were sampled": [column.sampled for column in columns],
         "tokens to train on, context included": [column.tokens for column in columns],
         "… of these in an earlier sample already": [column.again for column in columns],
-        "sampled tokens that are missing": [column.missing for column in columns],
+        "sampled tokens in their true place": [
+            column.sampled - column.missing - column.misplaced for column in columns
+        ],
         "sampled tokens after another context than the engine's": [column.misplaced for column in columns],
+        "sampled tokens that are missing": [column.missing for column in columns],
         "tokens trained on that were never sampled": [column.invented for column in columns],
     }
     lines = ["| | tokentape | continuation off | re-rendered |", "|---|---:|---:|---:|"]

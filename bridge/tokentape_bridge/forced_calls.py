@@ -12,6 +12,10 @@ from typing import Any, cast
 
 from tokentape_bridge.errors import ApiError
 
+_LONGEST_SPACE = 32
+"""Most white space in a row, in characters: a line break and an indentation. Small models that may write more of it
+were seen to write line breaks until their tokens ended."""
+
 
 def forced_function(tool_choice: object) -> str | None:
     """Return the function that `tool_choice` names, if it names one. Raises `ApiError` for what is no tool choice."""
@@ -37,7 +41,8 @@ def structural_tag(tools: Sequence[Mapping[str, Any]] | None, tool_choice: objec
     name = forced_function(tool_choice)
     if name is None and tool_choice != "required":
         return None
-    functions = [cast("Mapping[str, Any]", tool.get("function") or {}) for tool in tools or ()]
+    described: list[object] = [tool.get("function") for tool in tools or ()]
+    functions = [cast("Mapping[str, Any]", function) for function in described if isinstance(function, dict)]
     allowed = [function for function in functions if name in (None, function.get("name"))]
     if not allowed:
         problem = f"there is no tool {name[:80]!a}" if name else '"required" needs tools'
@@ -57,6 +62,6 @@ def _tag(function: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "tag",
         "begin": f'<tool_call>\n{{"name": {json.dumps(function.get("name"))}, "arguments": ',
-        "content": {"type": "json_schema", "json_schema": schema},
+        "content": {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _LONGEST_SPACE},
         "end": "}\n</tool_call>",
     }

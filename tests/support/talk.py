@@ -38,6 +38,8 @@ class Said:
     """One call: what the engine was given and what it sampled."""
 
     call_id: str
+    messages: list[Json]
+    """The history, as the client sent it."""
     conversation: Conversation
     prompt: Prompt
     engine_prompt: list[int]
@@ -77,6 +79,8 @@ class Talk:
         self.tape_id = new_tape_id()
         self.requests: list[FindCallsRequest] = []
         """What the continuation has asked the tape."""
+        self.responses: list[FindCallsResponse] = []
+        """What the tape has answered."""
         model = toy_model(max_context_tokens=2**20, vocabulary_size=2**20)
         self._engine = ManualEngine(model)
         self._calls = Calls(self._engine)
@@ -96,6 +100,8 @@ class Talk:
         template_arguments: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         echoed_token_ids: Sequence[int] = (),
+        stop_string: str | None = None,
+        stop_token_id: int | None = None,
     ) -> Said:
         """Make a call of the conversation `messages`, for which the engine samples `completion`."""
         parsed = [Message.model_validate(message) for message in messages]
@@ -113,10 +119,16 @@ class Talk:
         prompt.put_into(request, conversation)
         tape = self._tapes.writable(self.tape_id)
         record = await self._calls.start(convert.call_request_from_proto(request), tape)
-        self._engine.finish(record.call_id, *completion, reason=reason)
+        stop_reason = stop_token_id if stop_string is None else stop_string
+        self._engine.finish(record.call_id, *completion, reason=reason, stop_reason=stop_reason)
         finished = types_pb2.Completion(finish_reason=_FINISH_REASONS[reason], token_count=len(completion))
+        if stop_string is not None:
+            finished.stop_string = stop_string
+        elif stop_token_id is not None:
+            finished.stop_token_id = stop_token_id
         return Said(
             record.call_id,
+            list(messages),
             conversation,
             prompt,
             list(self._engine.submitted[-1].prompt_token_ids),
@@ -126,4 +138,6 @@ class Talk:
 
     async def _find_calls(self, request: FindCallsRequest) -> FindCallsResponse:
         self.requests.append(request)
-        return await self._servicer.FindCalls(request, cast("Context", None))  # which it does not use
+        found = await self._servicer.FindCalls(request, cast("Context", None))  # which it does not use
+        self.responses.append(found)
+        return found
