@@ -20,7 +20,10 @@ _IGNORED_FIELDS = frozenset({"reasoning_content", "tool_call_id"})
 
 
 def anchor(messages: Sequence[TemplateMessage]) -> str:
-    """Return the fingerprint of a conversation."""
+    """Return the fingerprint of a conversation.
+
+    Space at the ends of answers is no part of it, as it is none of `answers.Answer.equals`.
+    """
     return _digest([_essence(message) for message in messages])
 
 
@@ -33,6 +36,8 @@ def _essence(message: TemplateMessage) -> TemplateMessage:
     kept = {key: value for key, value in message.items() if key not in _IGNORED_FIELDS}
     if calls := kept.get("tool_calls"):
         kept["tool_calls"] = [call["function"] for call in calls]
+    if kept["role"] == "assistant":
+        kept["content"] = str(kept["content"]).strip()
     return kept
 
 

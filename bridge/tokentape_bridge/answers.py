@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from tokentape_bridge.messages import TemplateMessage
@@ -61,9 +61,13 @@ class Answer:
         return (
             str(echo.get("content") or "").strip() == self.content.strip()
             and (not reasoning or reasoning.strip() == (self.reasoning or "").strip())
-            and [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            == [(call.name, call.arguments) for call in self.tool_calls]
+            and [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in calls]
+            == [(call.name, _canonical(call.arguments)) for call in self.tool_calls]
         )
+
+    def with_first_call_only(self) -> Answer:
+        """Return the answer as a client sees it that wants one call at a time (`parallel_tool_calls: false`)."""
+        return replace(self, tool_calls=self.tool_calls[:1])
 
 
 def parse_answer(text: str, *, with_tools: bool, reasoning_is_open: bool, with_reasoning: bool = True) -> Answer:
@@ -135,16 +139,30 @@ def _read_call(text: str, start: int) -> tuple[ToolCall, int] | None:
 
 
 def _arguments_text(call: str) -> str | None:
-    """Return the text of the value of the top-level key "arguments" in a JSON object, just as it is written."""
+    """Return the text of the value of the top-level key "arguments" in a JSON object, just as it is written.
+
+    Of several such keys it is the last, as for a JSON parser.
+    """
+    written = None
     position = _skip_space(call, call.index("{") + 1)
     while position < len(call) and call[position] == '"':
         key, position = cast("tuple[str, int]", _decoder.raw_decode(call, position))
         start = _skip_space(call, _skip_space(call, position) + 1)
         _, position = _decoder.raw_decode(call, start)
         if key == "arguments":
-            return call[start:position]
+            written = call[start:position]
         position = _skip_space(call, _skip_space(call, position) + 1)
-    return None
+    return written
+
+
+def _canonical(value: object) -> str:
+    """Return one text for equal JSON values: 1 and 1.0 are (JavaScript has one kind of number), 1 and true are not."""
+    return json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from tokentape.v1.generation_pb2 import GenerateRequest
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.completion import collect
-from tokentape_bridge.continuation import Conversation, Prompt, continue_or_render
+from tokentape_bridge.continuation import Prompt, continue_or_render
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.messages import to_template_messages
+from tokentape_bridge.parents import Conversation
 from tokentape_bridge.responses import Json, chat_completion
 from tokentape_bridge.sampling import fit, to_sampling_parameters
 from tokentape_bridge.schemas import ChatCompletionRequest, Message, PromptSource, TokenizeRequest, reject_unsupported
@@ -33,7 +34,7 @@ async def complete_chat(pool: SidecarPool, request: ChatCompletionRequest, tape_
             )
         else:
             prompt = Prompt(await asyncio.to_thread(served.chat.render, conversation))
-        _set_prompt(call_request, prompt, conversation)
+        prompt.put_into(call_request, conversation)
         call = await collect(sidecar.generate(call_request), call_request.sampling.n or 1)
     return await asyncio.to_thread(
         chat_completion,
@@ -88,16 +89,6 @@ def _to_generate_request(request: ChatCompletionRequest, tape_id: str) -> Genera
     if request.priority is not None:
         fit("priority", setattr, call, "priority", request.priority)
     return call
-
-
-def _set_prompt(call: GenerateRequest, prompt: Prompt, conversation: Conversation) -> None:
-    call.prompt_token_ids.extend(prompt.token_ids)
-    call.anchor = conversation.anchor
-    call.context_fingerprint = conversation.context
-    if prompt.parent is not None:
-        call.parent.CopyFrom(prompt.parent)
-    else:
-        call.split_cause = prompt.split_cause
 
 
 def _conversation(

@@ -7,21 +7,22 @@ template cannot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tokentape.v1 import types_pb2
 from tokentape_bridge.answers import Answer, parse_answer, reasoning_is_open
+from tokentape_bridge.errors import ApiError
 from tokentape_bridge.families import Family
-from tokentape_bridge.messages import TemplateMessage
 from tokentape_bridge.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tokentape_bridge.continuation import Conversation
+    from tokentape_bridge.parents import Conversation
 
 
 class ChatModel:
-    """One served model's tokenizer, template and forms. CPU work; safe to use from several threads."""
+    """One served model's tokenizer, template and forms (a `ChatText`). CPU work; safe to use from several threads."""
 
     def __init__(
         self,
@@ -36,57 +37,48 @@ class ChatModel:
         `reads_reasoning`: whether `<think>` is taken for reasoning, or left in the content.
         """
         self.tokenizer = tokenizer
-        self.stop_token_ids = frozenset(stop_token_ids)
-        self._family = family
+        self.family = family
+        self._stop_token_ids = frozenset(stop_token_ids)
         self._reads_reasoning = reads_reasoning
+        self.render_text = tokenizer.render_text
+        self.shield = tokenizer.shield
+        self.encode_shielded = tokenizer.encode_shielded
+        self.spells_special_token = tokenizer.spells_special_token
 
     @property
-    def special_texts(self) -> frozenset[str]:
-        """The texts that the tokenizer takes for special tokens (see `ChatText`)."""
-        return self.tokenizer.special_texts
+    def stop_token_ids(self) -> frozenset[int]:
+        """The model's terminators."""
+        return self._stop_token_ids
 
     @property
-    def bridges_turns(self) -> bool:
-        """Whether the family's renderer may be asked for a continuation."""
-        return self._family is not None
+    def added_token_ids(self) -> frozenset[int]:
+        """The ids that stand for whole texts, whatever stands around them."""
+        return self.tokenizer.added_token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of `token_ids`."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def render(self, conversation: Conversation) -> list[int]:
-        """Return the ids of the whole conversation with the generation prompt. Raises `ApiError`.
+        """Return the ids of the whole conversation. Raises `ApiError`.
 
         The family's renderer does it only for a tokenizer that comes without a template.
         """
-        if self._family is not None and not self.tokenizer.has_template:
-            return self._family.render(conversation.messages, tools=conversation.tools)
+        if self.family is not None and not self.tokenizer.has_template:
+            if conversation.template_arguments:
+                field = "chat_template_kwargs"
+                raise ApiError(f"{field}: there is no chat template that takes any", param=field, code="invalid_value")
+            return self.family.render(
+                conversation.messages,
+                tools=conversation.tools,
+                add_generation_prompt=conversation.add_generation_prompt,
+            )
         return self.tokenizer.render(
             conversation.messages,
             tools=conversation.tools,
             template_arguments=conversation.template_arguments,
             add_generation_prompt=conversation.add_generation_prompt,
         )
-
-    def render_text(
-        self,
-        messages: Sequence[TemplateMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template_arguments: Mapping[str, Any],
-    ) -> str:
-        """Return the template's text with the generation prompt (see `ChatText`)."""
-        return self.tokenizer.render_text(
-            messages, tools=tools, template_arguments=template_arguments, add_generation_prompt=True
-        )
-
-    def shield(self, messages: Sequence[TemplateMessage]) -> tuple[list[TemplateMessage], Mapping[str, str]]:
-        """Mark special tokens' texts in messages (see `ChatText`)."""
-        return self.tokenizer.shield(messages)
-
-    def encode_shielded(self, text: str, shields: Mapping[str, str]) -> list[int]:
-        """Return the ids of a rendered text (see `ChatText`)."""
-        return self.tokenizer.encode_shielded(text, shields)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of `token_ids` (see `ChatText`)."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def parse(
         self,
@@ -104,8 +96,14 @@ class ChatModel:
         The others are the request's: whether special tokens are left out of the text, and where a stop string counts.
         """
         with_tools = with_tools and bool(conversation.tools)
-        if self._family is not None:
-            return self._family.parse(token_ids, tools=conversation.tools if with_tools else None)
+        if self.family is not None:
+            answer = self.family.parse(
+                token_ids,
+                prompt_token_ids=self.render(conversation),
+                tools=conversation.tools,
+                with_tools=with_tools,
+            )
+            return replace(answer, content=_before_stop_string(answer.content, completion))
         text = self._text(token_ids, completion, skip_special_tokens=skip_special_tokens, min_tokens=min_tokens)
         return parse_answer(
             text,
@@ -126,29 +124,9 @@ class ChatModel:
         if completion is not None and ended_by_token(completion):
             token_ids = token_ids[:-1]
         text = self.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        if completion is None or not completion.HasField("stop_string"):
-            return text
         # Within the first min_tokens a stop string does not count; one that ends later does.
         spared = self.decode(token_ids[:min_tokens], skip_special_tokens=skip_special_tokens)
-        start = text.find(completion.stop_string, max(0, len(spared) - len(completion.stop_string) + 1))
-        return text if start < 0 else text[:start]
-
-    def bridge_turns(
-        self,
-        prompt_token_ids: Sequence[int],
-        completion_token_ids: Sequence[int],
-        new_messages: Sequence[TemplateMessage],
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> list[int] | None:
-        """Return the ids that the family's renderer puts after prompt and completion; `None` where it cannot.
-
-        What it returns is taken only if it leaves prompt and completion as they were.
-        """
-        if self._family is None:
-            return None
-        whole = self._family.bridge_turns(prompt_token_ids, completion_token_ids, new_messages, tools=tools)
-        before = [*prompt_token_ids, *completion_token_ids]
-        return whole[len(before) :] if whole is not None and whole[: len(before)] == before else None
+        return _before_stop_string(text, completion, spared=len(spared))
 
     def _opens_reasoning(self, conversation: Conversation) -> bool:
         return self.tokenizer.template_mentions("<think>") and reasoning_is_open(
@@ -156,6 +134,7 @@ class ChatModel:
                 conversation.messages,
                 tools=conversation.tools,
                 template_arguments=conversation.template_arguments,
+                add_generation_prompt=conversation.add_generation_prompt,
             )
         )
 
@@ -163,3 +142,11 @@ class ChatModel:
 def ended_by_token(completion: types_pb2.Completion) -> bool:
     """Whether a completion's last token is the one that ended it."""
     return completion.finish_reason == types_pb2.FINISH_REASON_STOP and not completion.HasField("stop_string")
+
+
+def _before_stop_string(text: str, completion: types_pb2.Completion | None, *, spared: int = 0) -> str:
+    """Return `text` up to the stop string that ended it, which does not lie within the first `spared` characters."""
+    if completion is None or not completion.HasField("stop_string"):
+        return text
+    start = text.find(completion.stop_string, max(0, spared - len(completion.stop_string) + 1))
+    return text if start < 0 else text[:start]

@@ -15,7 +15,8 @@ from tokentape.v1.types_pb2 import Completion as FinishedEvent
 from tokentape_bridge.answers import Answer
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.completion import Call, Choice
-from tokentape_bridge.continuation import Conversation, Prompt
+from tokentape_bridge.continuation import Prompt
+from tokentape_bridge.parents import Conversation
 from tokentape_bridge.schemas import ChatCompletionRequest
 from tokentape_bridge.tokenizer import Tokenizer
 
@@ -101,12 +102,13 @@ def _chat_choice(
         skip_special_tokens=request.skip_special_tokens is not False,
         min_tokens=request.min_tokens or 0,
     )
-    reason = _FINISH_REASONS[finished.finish_reason]
+    if request.parallel_tool_calls is False:
+        answer = answer.with_first_call_only()
     message = _message(answer, name)
     body: Json = {
         "message": message,
         "logprobs": {"content": _logprobs(request, choice, chat.tokenizer)} if request.logprobs else None,
-        "finish_reason": "tool_calls" if answer.tool_calls and reason == "stop" else reason,
+        "finish_reason": "tool_calls" if answer.tool_calls else _FINISH_REASONS[finished.finish_reason],
         "stop_reason": _stop_reason(finished),
     }
     if prompt_token_ids is not None:

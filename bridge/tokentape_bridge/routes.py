@@ -89,8 +89,11 @@ async def create_chat_completion(
     log_ignored_fields(body)
     tape_id = chat.requested_tape_id(body, x_tape_id)
     answer = await unless_disconnected(request, chat.complete_chat(pool, body, tape_id))
-    headers = {"x-call-id": answer["tokentape"]["call_id"]}
-    if tape_id:
-        headers["x-tape-id"] = tape_id
     # Writing the JSON of a long completion takes tens of milliseconds.
-    return await asyncio.to_thread(JSONResponse, answer, headers=headers)
+    return await asyncio.to_thread(JSONResponse, answer, headers=_headers(answer))
+
+
+def _headers(answer: Json) -> dict[str, str]:
+    """Return the answer's extension object as headers, each as far as it has a value."""
+    extension: dict[str, str | None] = answer["tokentape"]
+    return {f"x-{key.replace('_', '-')}": value for key, value in extension.items() if value is not None}

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import logging
 import tempfile
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -32,9 +34,9 @@ from tokentape.v1.tape_pb2 import FindCallsRequest, FindCallsResponse
 from tokentape.v1.tape_pb2_grpc import TapeServiceStub
 from tokentape_bridge.archive import MAX_ARCHIVE_BYTES, ArchiveError, unpack, verify
 from tokentape_bridge.chat_model import ChatModel
-from tokentape_bridge.continuation import FindCalls
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.families import Family, FamilyError
+from tokentape_bridge.parents import FindCalls
 from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
 
@@ -46,6 +48,12 @@ HEALTH_TIMEOUT_SECONDS = 0.8
 _MODEL_TIMEOUT_SECONDS = 10
 _TOKENIZER_TIMEOUT_SECONDS = 60
 _RETRY_SECONDS = 0.3
+
+_loaded: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()
+"""By their archive's SHA-256: sidecars of one model share its tokenizer."""
+
+_load_lock = threading.Lock()
+"""transformers cannot be imported by two threads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,10 @@ async def _receive(first: GetTokenizerResponse, rest: AsyncIterator[GetTokenizer
 
 
 def _unpack_and_load(archive: bytes, sha256: str) -> Tokenizer:
-    with tempfile.TemporaryDirectory(prefix="tokentape-tokenizer-") as directory:
-        unpack(archive, Path(directory))
-        return Tokenizer.load(Path(directory), sha256)
+    with _load_lock:
+        tokenizer = _loaded.get(sha256)
+        if tokenizer is None:
+            with tempfile.TemporaryDirectory(prefix="tokentape-tokenizer-") as directory:
+                unpack(archive, Path(directory))
+                tokenizer = _loaded[sha256] = Tokenizer.load(Path(directory), sha256)
+        return tokenizer

@@ -9,9 +9,9 @@ import inspect
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from jinja2 import TemplateError
 from tokenizers import AddedToken
@@ -22,6 +22,9 @@ from tokentape_bridge.messages import TemplateMessage
 from tokentape_bridge.token_bytes import TokenBytes
 
 _logger = logging.getLogger(__name__)
+
+_CONTROL = re.compile("<[|\N{FULLWIDTH VERTICAL LINE}].*[|\N{FULLWIDTH VERTICAL LINE}]>")
+"""What tokens that structure a conversation look like, where a vocabulary does not call them special (DeepSeek's)."""
 
 
 class TokenizerError(Exception):
@@ -51,9 +54,14 @@ class Tokenizer:
         """Use `load`."""
         self.sha256 = sha256
         self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
         self._special_texts = frozenset(
-            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+            token.content for token in added.values() if token.special or _CONTROL.fullmatch(token.content)
         )
+        longest_first = sorted(self._special_texts, key=len, reverse=True)
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.added_token_ids = frozenset(added)
+        """The ids that `encode` gives to whole texts, whatever stands around them."""
         self._bytes = TokenBytes(tokenizer.backend_tokenizer)
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         # The first use settles truncation and padding inside; later ones only read, so that threads can share it.
@@ -63,12 +71,19 @@ class Tokenizer:
     def load(cls, directory: Path, sha256: str) -> Self:
         """Read the files in `directory`. Raises `TokenizerError`."""
         # Imported here because it takes 1 s, and the process should answer before.
-        from transformers import AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 
+        # transformers' loaders have no usable types.
+        loaders: list[Any] = [AutoTokenizer, PreTrainedTokenizerFast]
+        file = directory / "tokenizer.json"
         try:
-            # transformers' loaders have no usable types.
-            loaders: Any = AutoTokenizer
-            return cls(loaders.from_pretrained(directory, trust_remote_code=False, local_files_only=True), sha256)
+            tokenizer = loaders[0].from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+            if file.exists() and not _encodes_as(tokenizer, FastTokenizer.from_file(str(file))):
+                # The class that tokenizer_config.json names may bring rules of its own: LlamaTokenizer loses DeepSeek's
+                # spaces. What the model was trained on is in the file.
+                _logger.warning("transformers' %s differs from tokenizer.json, which is used", type(tokenizer).__name__)
+                tokenizer = loaders[1].from_pretrained(directory, local_files_only=True)
+            return cls(tokenizer, sha256)
         except Exception as error:
             raise TokenizerError(f"transformers cannot load the sidecar's tokenizer: {error}") from error
 
@@ -88,7 +103,7 @@ class Tokenizer:
 
     @property
     def special_texts(self) -> frozenset[str]:
-        """The texts that `encode` takes for special tokens."""
+        """The texts that `encode` takes for special tokens, and for other marks of a turn's structure."""
         return self._special_texts
 
     def render(
@@ -101,13 +116,13 @@ class Tokenizer:
     ) -> list[int]:
         """Return the prompt's token ids: the template's text, encoded with the special tokens that it wrote, no more.
 
-        The text of a special token in a message (`<|im_end|>` in a web page) is encoded as plain text. Raises
-        `ApiError` when the template refuses the messages.
+        The text of a special token in a message or a tool (`<|im_end|>` in a web page) is encoded as plain text.
+        Raises `ApiError` when the template refuses the messages.
         """
-        shielded, shields = self.shield(messages)
+        shielded, shielded_tools, shields = self.shield(messages, tools)
         text = self.render_text(
             shielded,
-            tools=tools,
+            tools=shielded_tools,
             template_arguments=template_arguments,
             add_generation_prompt=add_generation_prompt,
         )
@@ -139,27 +154,42 @@ class Tokenizer:
             problem = f"messages: the chat template cannot render them ({type(error).__name__}: {error})"
             raise ApiError(problem[:300], param="messages", code="chat_template_error") from error
 
-    def shield(self, messages: Sequence[TemplateMessage]) -> tuple[list[TemplateMessage], Mapping[str, str]]:
-        """Return the messages with special tokens' texts in them replaced by marks, and the text of each mark."""
-        if not any(text in str(message["content"]) for message in messages for text in self._special_texts):
-            return list(messages), {}
+    def spells_special_token(self, value: object) -> bool:
+        """Whether a text, or any text in a JSON value, has that of a special token in it."""
+        return any(self._special_pattern.search(text) for text in _texts_in(value))
+
+    def shield(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[list[TemplateMessage], list[Mapping[str, Any]], Mapping[str, str]]:
+        """Return messages and tools with special tokens' texts in them replaced by marks, and the text of each mark."""
+        found = {text for value in _texts_in([messages, tools]) for text in self._special_pattern.findall(value)}
+        if not found:
+            return list(messages), list(tools or ()), {}
         nonce = secrets.token_hex(8)
-        marks = {text: f"\ue000{nonce}-{index}\ue001" for index, text in enumerate(sorted(self._special_texts))}
-        pattern = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
+        # Small letters and digits: nothing that a template does to text, such as writing it as JSON, changes them.
+        marks = {text: f"mark{nonce}n{index}e" for index, text in enumerate(sorted(found))}
 
-        def mark(message: TemplateMessage) -> TemplateMessage:
-            return {**message, "content": pattern.sub(lambda found: marks[found[0]], str(message["content"]))}
+        def mark(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._special_pattern.sub(lambda match: marks[match[0]], value)
+            if isinstance(value, Mapping):
+                entries = cast("Mapping[str, object]", value)
+                return {mark(key): mark(item) for key, item in entries.items()}
+            return [mark(item) for item in cast("list[object]", value)] if isinstance(value, list) else value
 
-        return [mark(message) for message in messages], {mark: text for text, mark in marks.items()}
+        shields = {mark: text for text, mark in marks.items()}
+        return [mark(message) for message in messages], [mark(tool) for tool in tools or ()], shields
 
     def encode_shielded(self, text: str, shields: Mapping[str, str]) -> list[int]:
         """Return the ids of `text` with its special tokens, but of the texts that marks stand for as plain text."""
         if not shields:
             return self.encode(text, add_special_tokens=False, field="messages")
         token_ids: list[int] = []
-        for piece in re.split("(" + "|".join(map(re.escape, shields)) + ")", text):
+        # A template may have written all in capitals.
+        for piece in re.split("(" + "|".join(map(re.escape, shields)) + ")", text, flags=re.IGNORECASE):
+            special = shields.get(piece.lower())
             # Cut in two, a special token's text is no longer found as one.
-            parts = (shields[piece][:1], shields[piece][1:]) if piece in shields else (piece,)
+            parts = (piece,) if special is None else (special[:1], special[1:])
             for part in parts:
                 token_ids += self.encode(part, add_special_tokens=False, field="messages")
         return token_ids
@@ -183,3 +213,21 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for."""
         return self._bytes.of(token_id)
+
+
+def _encodes_as(tokenizer: _PreTrainedTokenizer, file: FastTokenizer) -> bool:
+    text = "It's  the 1234th caf\N{LATIN SMALL LETTER E WITH ACUTE}:\n\tif x<b>: \u65e5\u672c \N{HOT PEPPER}"
+    return tokenizer.encode(text, add_special_tokens=False) == file.encode(text, add_special_tokens=False).ids
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield all texts of a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in cast("Mapping[str, object]", value).items():
+            yield key
+            yield from _texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in cast("Sequence[object]", value):
+            yield from _texts_in(item)

@@ -17,8 +17,9 @@ renders everything anew, as a new sample.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tokentape.v1 import types_pb2
@@ -44,12 +45,15 @@ class ChatText(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None,
         template_arguments: Mapping[str, Any],
+        add_generation_prompt: bool,
     ) -> str:
-        """Return the template's text with the generation prompt. Raises `ApiError` where the template fails."""
+        """Return the template's text. Raises `ApiError` where the template fails."""
         ...
 
-    def shield(self, messages: Sequence[TemplateMessage]) -> tuple[list[TemplateMessage], Mapping[str, str]]:
-        """Return the messages with special tokens' texts in them replaced by marks, and the text of each mark."""
+    def shield(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[list[TemplateMessage], list[Mapping[str, Any]], Mapping[str, str]]:
+        """Return messages and tools with special tokens' texts in them replaced by marks, and the text of each mark."""
         ...
 
     def encode_shielded(self, text: str, shields: Mapping[str, str]) -> list[int]:
@@ -60,9 +64,18 @@ class ChatText(Protocol):
         """Return the text of `token_ids`."""
         ...
 
+    def spells_special_token(self, value: object) -> bool:
+        """Whether any text in a JSON value has that of a special token in it."""
+        ...
+
     @property
-    def special_texts(self) -> frozenset[str]:
-        """The texts that the tokenizer takes for special tokens."""
+    def stop_token_ids(self) -> frozenset[int]:
+        """The model's terminators."""
+        ...
+
+    @property
+    def added_token_ids(self) -> frozenset[int]:
+        """The ids that stand for whole texts, whatever stands around them."""
         ...
 
 
@@ -80,69 +93,121 @@ class Turn:
     """Whether it ended on a stop token, as against a limit or a stop string."""
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What shapes a prompt beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the opening of the model's answer."""
+
+
 def verified_delta(
-    chat: ChatText,
-    turn: Turn,
-    new_messages: Sequence[TemplateMessage],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_arguments: Mapping[str, Any],
-    stop_token_ids: frozenset[int],
-    keep_reasoning: bool = False,
+    chat: ChatText, turn: Turn, new_messages: Sequence[TemplateMessage], frame: Frame, *, keep_reasoning: bool = False
 ) -> list[int]:
     """Return D, the ids that follow P + C. Raises `Refused`.
 
-    `stop_token_ids` are the model's terminators. With `keep_reasoning`, a template that leaves the completion's
-    reasoning out of the history is no reason to refuse: the sampled reasoning then stays in the prompt.
+    With `keep_reasoning`, a template that leaves reasoning out of the history is no reason to refuse: the sampled
+    reasoning then stays in the prompt.
     """
-    _check_messages(chat, turn.answer, new_messages)
-    shielded, shields = chat.shield([*turn.messages, turn.answer, *new_messages])
-    tail = _tail(chat, shielded[: len(turn.messages)], shielded, tools, template_arguments)
-    reasoning = str(turn.answer.get("reasoning_content") or "").strip()
-    if reasoning and reasoning not in tail and not keep_reasoning:
-        raise Refused(types_pb2.SPLIT_CAUSE_TEMPLATE_STRIPS_REASONING)
-    delta = _after_terminator(chat.encode_shielded(tail, shields), turn, stop_token_ids)
-    text = chat.decode(delta, skip_special_tokens=False)
-    for message in new_messages:
-        if str(message.get("content") or "").strip() not in text:
-            raise Refused(types_pb2.SPLIT_CAUSE_MESSAGE_LOST, f"a {message.get('role')} message is not in the delta")
+    if any(message.get("role") == "assistant" for message in new_messages):
+        raise Refused(types_pb2.SPLIT_CAUSE_ANSWER_INSERTED)
+    if chat.spells_special_token(turn.answer):
+        raise Refused(types_pb2.SPLIT_CAUSE_SPECIAL_TOKEN_TEXT)
+    shielded, tools, shields = chat.shield([*turn.messages, turn.answer, *new_messages], frame.tools)
+    template = _Template(chat, Frame(tools, frame.template_arguments, frame.add_generation_prompt))
+    tail = _tail(template, shielded, len(turn.messages), keep_reasoning=keep_reasoning)
+    delta = _after_terminator(chat, chat.encode_shielded(tail, shields), turn)
+    check_messages_kept(chat, delta, new_messages)
     return delta
 
 
-def _check_messages(chat: ChatText, answer: TemplateMessage, new_messages: Sequence[TemplateMessage]) -> None:
-    if any(message.get("role") == "assistant" for message in new_messages):
-        raise Refused(types_pb2.SPLIT_CAUSE_ANSWER_INSERTED)
-    spoken = json.dumps(answer, ensure_ascii=False)
-    if any(text in spoken for text in chat.special_texts):
-        raise Refused(types_pb2.SPLIT_CAUSE_SPECIAL_TOKEN_TEXT)
+def check_messages_kept(chat: ChatText, delta: Sequence[int], new_messages: Sequence[TemplateMessage]) -> None:
+    """Raise `Refused` unless the text of each new message, as it is or as a JSON string, is in the delta."""
+    text = chat.decode(delta, skip_special_tokens=False)
+    for message in new_messages:
+        content = str(message.get("content") or "").strip()
+        forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])
+        # Some tokenizers normalise text: what they make of the message is what must be there.
+        if not any(
+            form in text or chat.decode(chat.encode_shielded(form, {}), skip_special_tokens=False).strip() in text
+            for form in forms
+        ):
+            raise Refused(types_pb2.SPLIT_CAUSE_MESSAGE_LOST, f"a {message.get('role')} message is not in the delta")
 
 
-def _tail(
-    chat: ChatText,
-    earlier: Sequence[TemplateMessage],
-    whole: Sequence[TemplateMessage],
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_arguments: Mapping[str, Any],
-) -> str:
-    """Return Y[len(X):]."""
-    try:
-        before = chat.render_text(earlier, tools=tools, template_arguments=template_arguments)
-        after = chat.render_text(whole, tools=tools, template_arguments=template_arguments)
-    except ApiError as error:
-        raise Refused(types_pb2.SPLIT_CAUSE_TEMPLATE_ERROR, str(error)) from error
-    if not after.startswith(before):
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The chat template with its frame."""
+
+    chat: ChatText
+    frame: Frame
+
+    def text_after(
+        self, earlier: Sequence[TemplateMessage], whole: Sequence[TemplateMessage], *, generation_prompt: bool
+    ) -> str | None:
+        """Return what the text of `whole` has after that of `earlier`; `None` where it does not begin with it.
+
+        `generation_prompt`: whether the text of `earlier` ends with the opening of an answer. Raises `Refused` where
+        the template fails.
+        """
+        try:
+            before = self._render(earlier, generation_prompt)
+            after = self._render(whole, self.frame.add_generation_prompt)
+        except ApiError as error:
+            raise Refused(types_pb2.SPLIT_CAUSE_TEMPLATE_ERROR, str(error)) from error
+        return after[len(before) :] if after.startswith(before) else None
+
+    def _render(self, messages: Sequence[TemplateMessage], generation_prompt: bool) -> str:
+        return self.chat.render_text(
+            messages,
+            tools=self.frame.tools,
+            template_arguments=self.frame.template_arguments,
+            add_generation_prompt=generation_prompt,
+        )
+
+
+def _tail(template: _Template, whole: Sequence[TemplateMessage], count: int, *, keep_reasoning: bool) -> str:
+    """Return the template's text from the completion on, Y[len(X):]; `whole` is M + [A] + N, M its first `count`.
+
+    How it spells the answer's reasoning may differ, but comes before the terminator, and so never into the delta.
+    """
+    answer = whole[count]
+    # A text that occurs nowhere else shows whether the template writes the answer's reasoning.
+    mark = secrets.token_hex(8)
+    marked = {**answer, "reasoning_content": mark} if answer.get("reasoning_content") else answer
+    tail = template.text_after(
+        whole[:count],
+        [*whole[:count], marked, *whole[count + 1 :]],
+        generation_prompt=template.frame.add_generation_prompt,
+    )
+    if tail is not None and (marked is answer or mark in tail):
+        return tail
+    # Without any reasoning, and without the opening that may begin one: is the rest of the history as it was?
+    bare = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in whole]
+    tail = template.text_after(bare[:count], bare, generation_prompt=False)
+    if tail is None:
         raise Refused(types_pb2.SPLIT_CAUSE_TEMPLATE_REWRITES_HISTORY)
-    return after[len(before) :]
+    if not keep_reasoning:
+        reasons = any("reasoning_content" in message for message in whole)
+        raise Refused(
+            types_pb2.SPLIT_CAUSE_TEMPLATE_STRIPS_REASONING
+            if reasons
+            else types_pb2.SPLIT_CAUSE_TEMPLATE_REWRITES_HISTORY
+        )
+    return tail
 
 
-def _after_terminator(tail: Sequence[int], turn: Turn, stop_token_ids: frozenset[int]) -> list[int]:
+def _after_terminator(chat: ChatText, tail: Sequence[int], turn: Turn) -> list[int]:
     """Return what follows the completion in the tail's ids, where the completion ended as the template ends a turn."""
-    completion = turn.completion_token_ids
-    end = next((index for index, token_id in enumerate(tail) if token_id in stop_token_ids), None)
-    if end is None:
+    completion, terminators = turn.completion_token_ids, chat.stop_token_ids
+    end = next((index for index, token_id in enumerate(tail) if token_id in terminators), None)
+    # An ordinary token may be part of the answer's own text.
+    if end is None or tail[end] not in chat.added_token_ids:
         raise Refused(types_pb2.SPLIT_CAUSE_TERMINATOR_DIFFERS, "the template ends the turn with no stop token")
     inside = completion[:-1] if turn.ended_by_token else completion
-    if any(token_id in stop_token_ids for token_id in inside):
+    if any(token_id in terminators for token_id in inside):
         raise Refused(types_pb2.SPLIT_CAUSE_TERMINATOR_DIFFERS, "the completion holds a stop token inside")
     if not turn.ended_by_token:
         return list(tail[end:])

@@ -14,6 +14,11 @@ from typing import Any, Self
 import httpx
 import pytest
 
+from support.rig import open_agent, start_rig
+from support.tokenizers import tokenizer_directory
+
+__all__ = ["open_agent", "start_rig", "tokenizer_directory"]
+
 START_SECONDS = 20
 
 
@@ -125,11 +130,11 @@ def start_sidecar(tmp_path_factory: pytest.TempPathFactory, model_directory: Pat
 
 @pytest.fixture(scope="module")
 def start_bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartBridge]:
-    """Start a bridge in front of sidecars, given as name to address: `start_bridge(a="127.0.0.1:50051")`."""
+    """Start a bridge in front of sidecars, given by name: `start_bridge("--option", a="127.0.0.1:50051")`."""
     with ExitStack() as servers:
 
-        def start(*, listen: str = "127.0.0.1:0", **sidecars: str) -> Bridge:
-            command = ["tokentape-bridge", "--listen", listen]
+        def start(*options: str, listen: str = "127.0.0.1:0", **sidecars: str) -> Bridge:
+            command = ["tokentape-bridge", "--listen", listen, *options]
             for name, address in sidecars.items():
                 command += ["--sidecar", f"{name}={address}"]
             return servers.enter_context(Bridge(command, tmp_path_factory.mktemp("bridge")))

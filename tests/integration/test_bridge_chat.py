@@ -153,14 +153,14 @@ ROUND = [
 ]
 
 
-def test_assistant_content_null_absent_and_empty_are_one_prompt(bridge: Bridge) -> None:
+def test_assistant_content_null_absent_and_empty_are_one_prompt_B03(bridge: Bridge) -> None:
     absent = [ROUND[0], {key: value for key, value in ROUND[1].items() if key != "content"}, ROUND[2]]
     empty = [ROUND[0], ROUND[1] | {"content": ""}, ROUND[2]]
     prompt = ids_of(bridge, ROUND)
     assert ids_of(bridge, absent) == ids_of(bridge, empty) == prompt
 
 
-def test_parts_are_the_same_prompt_as_their_text(bridge: Bridge) -> None:
+def test_parts_are_the_same_prompt_as_their_text_B04(bridge: Bridge) -> None:
     parts = [{"type": "text", "text": "22C"}, {"type": "text", "text": " sunny"}]
     assert ids_of(bridge, [*ROUND[:2], ROUND[2] | {"content": parts}]) == ids_of(bridge, ROUND)
 

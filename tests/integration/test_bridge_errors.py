@@ -100,7 +100,7 @@ def post_json(bridge: Bridge, body: object) -> httpx.Response:
     return bridge.client.post(CHAT, content=json.dumps(body), headers={"content-type": "application/json"})
 
 
-def test_an_image_part_is_refused_by_its_type(bridge: Bridge) -> None:
+def test_an_image_part_is_refused_by_its_type_B04_F22(bridge: Bridge) -> None:
     parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     error = error_of(bridge.chat(messages=[{"role": "user", "content": parts}]), 400)
     assert "image_url" in error["message"]

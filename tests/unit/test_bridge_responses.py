@@ -11,7 +11,8 @@ from tokentape.v1 import types_pb2
 from tokentape.v1.types_pb2 import Completion
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.completion import Call, Choice
-from tokentape_bridge.continuation import Conversation, Prompt
+from tokentape_bridge.continuation import Prompt
+from tokentape_bridge.parents import Conversation
 from tokentape_bridge.responses import chat_completion
 from tokentape_bridge.schemas import ChatCompletionRequest
 from tokentape_bridge.tokenizer import Tokenizer

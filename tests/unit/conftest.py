@@ -1,0 +1,5 @@
+"""Fixtures that unit tests share."""
+
+from support.tokenizers import chat_model, tokenizer_directory
+
+__all__ = ["chat_model", "tokenizer_directory"]
