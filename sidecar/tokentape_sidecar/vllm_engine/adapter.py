@@ -116,8 +116,8 @@ class VllmEngine:
             raise InvalidArgument("sampling", str(error)) from error
 
     async def abort(self, call_id: str) -> None:
-        """End a request by vLLM's own abort, which hands over what it has sampled (see `engine.Engine`)."""
-        await self._engine.abort(call_id)
+        """End a request; what it has sampled is handed over (see `engine.Engine`)."""
+        await self._path.abort(call_id)
 
     async def wait_dead(self) -> None:
         """Return when vLLM says that its core is gone (see `engine.Engine`)."""

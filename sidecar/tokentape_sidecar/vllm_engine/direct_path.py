@@ -4,7 +4,8 @@ vLLM keeps one `RequestState` per request and calls it for every step. This path
 that vLLM's handler, statistics, aborts and its count of unfinished requests stay as they are, while no output object,
 no queue and no task is made. What is used beyond vLLM's public interface, all of it here:
 
-- `AsyncLLM`: `input_processor`, `output_processor`, `engine_core`, `_run_output_handler`, `check_admission`;
+- `AsyncLLM`: `input_processor`, `output_processor`, `engine_core` (and its `outputs_queue`), `_run_output_handler`,
+  `check_admission`;
 - `OutputProcessor`: `request_states`, `external_req_ids`, and what it calls on a state: `track_weight_version`,
   `logprobs_processor.update_from_output`, `make_request_output`, `queue.put`;
 - `LogprobsLists`: the sampled token in column 0, the most probable ones after it.
@@ -14,6 +15,7 @@ no queue and no task is made. What is used beyond vLLM's public interface, all o
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from copy import copy
 from typing import Any, Literal, cast
@@ -21,11 +23,12 @@ from typing import Any, Literal, cast
 import vllm
 from packaging.version import Version
 from typing_extensions import override
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
@@ -39,6 +42,8 @@ from tokentape_sidecar.weights import CallWeights, WeightObserver
 logger = logging.getLogger(__name__)
 
 _VERIFIED = (Version("0.32"), Version("0.33"))
+
+_DRAIN_SECONDS = 2.0
 
 
 def supported() -> bool:
@@ -78,6 +83,35 @@ class DirectPath:
         except BaseException:
             await engine.abort(call.call_id)
             raise
+
+    async def abort(self, call_id: str) -> None:
+        """End a call's requests at the core, take what it sampled until then, and close them in the front end.
+
+        vLLM's own abort closes them in the front end first, and loses the steps that are on their way.
+        """
+        request_ids = list(self._engine.output_processor.external_req_ids.get(call_id, ()))
+        if not request_ids:
+            return
+        await self._engine.engine_core.abort_requests_async(request_ids)
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                await self._drain()
+        except TimeoutError:
+            logger.warning("the engine core is silent; call %s ends with what came until now", call_id)
+        except EngineDeadError:
+            pass
+        await self._engine.abort(call_id)
+
+    async def _drain(self) -> None:
+        """Return when the handler has processed all that the core sent before it answered here."""
+        await self._engine.is_paused()
+        core, states = self._engine.engine_core, self._engine.output_processor.request_states
+        assert isinstance(core, AsyncMPClient)
+        while not core.outputs_queue.empty():  # noqa: ASYNC110 - the queue is the handler's, and tells nobody
+            await asyncio.sleep(0)
+        # The handler gives way between chunks of a large step.
+        for _ in range(len(states) // envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE + 2):
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Do nothing: what runs here is vLLM's own handler."""

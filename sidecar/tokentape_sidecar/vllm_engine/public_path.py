@@ -41,6 +41,10 @@ class PublicPath:
         self._pumps.add(pump)
         pump.add_done_callback(self._pumps.discard)
 
+    async def abort(self, call_id: str) -> None:
+        """End a call by vLLM's own abort; what the core had on its way is lost."""
+        await self._engine.abort(call_id)
+
     async def close(self) -> None:
         """Stop moving; the calls have ended by now."""
         for pump in self._pumps:
