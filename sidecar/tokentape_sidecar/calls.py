@@ -17,14 +17,13 @@ import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 
-from tokentape_sidecar.engine import Engine, EngineCall, Sampling
+from tokentape_sidecar.engine import Engine, EngineCall, FinishReason, Sampling
 from tokentape_sidecar.errors import (
     ContextOverflow,
     InvalidArgument,
     LimitReached,
     NotFound,
     ShuttingDown,
-    TokentapeError,
 )
 from tokentape_sidecar.record import CallRecord, Origin, Parent
 from tokentape_sidecar.tape import Tape
@@ -187,8 +186,14 @@ class Calls:
                 ),
                 record,
             )
-        except BaseException as error:
-            record.fail(error if isinstance(error, Exception) else TokentapeError("the call was cancelled"))
+        except asyncio.CancelledError:
+            # The client left: nothing has failed.
+            self._own(self._engine.abort(call_id))
+            for choice in range(len(record.choices)):
+                record.finish(choice, FinishReason.ABORT)
+            raise
+        except Exception as error:
+            record.fail(error)
             raise
         # An abort that came while the engine was still taking the call found nothing to end there.
         if call_id in self._aborted and not record.ended:
@@ -215,7 +220,10 @@ class Calls:
             room = min(room, _share_of_tape(tape, sampling.n or 1))
             if tape.policy.seed is not None:
                 sampling = replace(sampling, seed=_mixed_seed(tape.policy.seed, tape.tape_id, len(tape.calls)))
-        return replace(sampling, max_tokens=min(room, sampling.max_tokens or room))
+        max_tokens = min(room, sampling.max_tokens or room)
+        # Where the room is less than what must be sampled, the call ends at its length; an engine would refuse it.
+        min_tokens = None if sampling.min_tokens is None else min(sampling.min_tokens, max_tokens)
+        return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
 def _resolve_parent(reference: CallReference | None, tape: Tape | None) -> Parent | None:

@@ -5,8 +5,8 @@ step, and nothing else ever reaches the sidecar from the engine. The port knows 
 
 Rules that every adapter keeps:
 
-1. `submit` either raises, and the sink hears nothing, or returns, and the sink then hears any number of `append`s, one
-   `finish` per choice, and no more; or `fail` in place of what is still missing.
+1. The sink of a call hears any number of `append`s, one `finish` per choice, and no more; or `fail` in place of what is
+   still missing. `submit` raises for a call that was not taken; its sink need not hear of that.
 2. `len(logprobs) == len(token_ids)` in every `append`; the values are the sampled tokens' own and finite.
 3. `abort` ends the engine's work by the engine's own means. What was sampled until then is appended, then every open
    choice finishes with `FinishReason.ABORT`.

@@ -55,6 +55,10 @@ class EngineDead(TokentapeError):
     """The engine is gone; nothing more can be sampled until it is restarted."""
 
 
+class EngineBusy(TokentapeError):
+    """The engine takes no more calls for the moment."""
+
+
 class EngineNotLoaded(TokentapeError):
     """The engine could not be started; the sidecar does not serve."""
 

@@ -46,7 +46,6 @@ class ScriptedEngine:
         self._tokenizer = _load_tokenizer(tokenizer_directory)
         self._next_call = 0
         self._running: dict[str, _RunningCall] = {}
-        self._dead = asyncio.Event()
         self._weight_version = ""
         self._model = Model(
             name=script.model.name,
@@ -90,6 +89,7 @@ class ScriptedEngine:
         running = _RunningCall(call, sink, scripted, self)
         self._running[call.call_id] = running
         running.task = asyncio.create_task(self._play(running))
+        running.task.add_done_callback(lambda _: self._end(running))
 
     async def abort(self, call_id: str) -> None:
         """End a running call; what it was given stands (see `engine.Engine`)."""
@@ -99,7 +99,7 @@ class ScriptedEngine:
 
     async def wait_dead(self) -> None:
         """Never returns: a script does not die."""
-        await self._dead.wait()
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         """Abort what runs, and report scripted calls that nobody made."""
@@ -142,14 +142,15 @@ class ScriptedEngine:
                 running.take(step)
             for choice in running.open_choices():
                 running.sink.fail(CallError(f"the script ends without finishing choice {choice}"))
-        except asyncio.CancelledError:
-            for choice in running.open_choices():
-                running.sink.finish(choice, FinishReason.ABORT)
         except Exception as error:
             logger.exception("the script failed the call %s", running.call.call_id)
             running.sink.fail(error)
-        finally:
-            self._running.pop(running.call.call_id, None)
+
+    def _end(self, running: _RunningCall) -> None:
+        """Close what an abort left open, even if it came before the first step."""
+        self._running.pop(running.call.call_id, None)
+        for choice in running.open_choices():
+            running.sink.finish(choice, FinishReason.ABORT)
 
 
 @dataclass(slots=True)

@@ -205,8 +205,10 @@ class Tape:
         if limit is None:
             return None
         promised = sum(
-            (call.sampling.max_tokens or 0) * len(call.choices) - call.sampled_token_count
+            (call.sampling.max_tokens or 0) - len(choice.token_ids)
             for call in self.running_calls
+            for choice in call.choices
+            if choice.completion is None
         )
         return limit - self.sampled_token_count - promised
 

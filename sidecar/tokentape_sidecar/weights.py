@@ -42,7 +42,9 @@ class CallWeights:
         observer.note_step(stamp)
         running_stale = observer.stale_update > max(self._born, observer.cleared)
         prefix_stale = self._born_stale and observer.cleared <= self._born
-        return observer.weights(stale_cache=running_stale or prefix_stale)
+        return observer.weights(
+            boundary_uncertain=observer.uncertain_update > self._born, stale_cache=running_stale or prefix_stale
+        )
 
 
 class WeightObserver:
@@ -56,16 +58,18 @@ class WeightObserver:
         """When everything cached was last cleared."""
         self.stale_update = 0
         """When an update last found something cached."""
+        self.uncertain_update = 0
+        """When the latest update was closed, if generation was not paused around it; else 0."""
         self.prefix_is_stale = False
         """Whether cached prefixes may be those of earlier weights."""
         self._name = ""
         self._unnamed_updates = 0
         self._update_open = False
         self._paused = False
-        self._boundary_uncertain = False
+        self._opened_while_sampling = False
         self._cache_empty = False
         self._prefixes_empty = False
-        self._latest = self._both_ways()
+        self._latest = self._all_ways()
         self._engine = engine
         self._watched: dict[str, object] = {}
         self._watch()
@@ -75,15 +79,20 @@ class WeightObserver:
         """The version of the weights that would sample the next token."""
         return self._version(self._unnamed_updates + self._update_open)
 
-    def weights(self, *, stale_cache: bool) -> Weights:
+    def weights(self, *, boundary_uncertain: bool, stale_cache: bool) -> Weights:
         """Return the weights of the latest step; the same object as long as they are the same."""
-        return self._latest[stale_cache]
+        return self._latest[boundary_uncertain][stale_cache]
 
     def note_step(self, stamp: str | None) -> None:
-        """Note an output stamped with `stamp`: it closes an open update, and fills the caches again."""
+        """Note an output stamped with `stamp`: it closes an open update, and fills the caches again.
+
+        What comes while generation is paused was sampled before the pause.
+        """
+        name = self._name if stamp is None else "" if stamp == _UNNAMED else stamp
+        if self._paused and name == self._name:
+            return
         self._cache_empty, was_empty = False, self._cache_empty
         self._prefixes_empty, had_no_prefixes = False, self._prefixes_empty
-        name = self._name if stamp is None else "" if stamp == _UNNAMED else stamp
         if not self._update_open and name == self._name:
             return
         self.clock += 1
@@ -93,8 +102,9 @@ class WeightObserver:
             if not was_empty:
                 self.stale_update = self.clock
             self.prefix_is_stale = not (was_empty or had_no_prefixes)
+            self.uncertain_update = self.clock if self._opened_while_sampling else 0
             self._update_open = False
-        self._latest = self._both_ways()
+        self._latest = self._all_ways()
 
     def detach(self) -> None:
         """Watch no longer; the engine's methods are its own again."""
@@ -102,10 +112,13 @@ class WeightObserver:
             if vars(self._engine).get(name) is watched:
                 delattr(self._engine, name)
 
-    def _both_ways(self) -> tuple[Weights, Weights]:
-        """Return the present weights on a good cache and on a stale one."""
-        version, uncertain = self._version(self._unnamed_updates), self._boundary_uncertain
-        return Weights(version, uncertain), Weights(version, uncertain, stale_cache=True)
+    def _all_ways(self) -> list[list[Weights]]:
+        """Return the present weights, by whether the boundary is uncertain and whether the cache is stale."""
+        version = self._version(self._unnamed_updates)
+        return [
+            [Weights(version, boundary_uncertain=uncertain, stale_cache=stale) for stale in (False, True)]
+            for uncertain in (False, True)
+        ]
 
     def _version(self, unnamed_updates: int) -> str:
         if not unnamed_updates:
@@ -118,7 +131,7 @@ class WeightObserver:
             ("pause_generation", None, self._on_paused),
             ("resume_generation", self._on_resumed, None),
             ("sleep", None, self._on_asleep),
-            ("wake_up", None, self._on_resumed),
+            ("wake_up", None, self._on_awake),
             ("reset_prefix_cache", None, self._on_cache_reset),
         ):
             method: Callable[..., Awaitable[Any]] = getattr(self._engine, name)
@@ -126,15 +139,13 @@ class WeightObserver:
             setattr(self._engine, name, self._watched[name])
 
     def _on_worker_call(self, method: object, *_: Any, **__: Any) -> None:
-        if not isinstance(method, str) or not _CHANGES_WEIGHTS.search(method):
+        name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        if not _CHANGES_WEIGHTS.search(name):
             return
-        if not self._update_open:
-            self._update_open = True
-            self._boundary_uncertain = not self._paused
-        elif not self._paused:
-            self._boundary_uncertain = True
+        self._opened_while_sampling = not self._paused or (self._update_open and self._opened_while_sampling)
+        self._update_open = True
 
-    def _on_paused(self, *, clear_cache: bool = True, **_: Any) -> None:
+    def _on_paused(self, _result: object, *, clear_cache: bool = True, **_: Any) -> None:
         self._paused = True
         if clear_cache:
             self._clear_all()
@@ -142,11 +153,20 @@ class WeightObserver:
     def _on_resumed(self, *_: Any, **__: Any) -> None:
         self._paused = False
 
-    def _on_asleep(self, *_: Any, **__: Any) -> None:
+    def _on_asleep(self, _result: object, level: int = 1, *_: Any, **__: Any) -> None:
         self._paused = True
-        self._clear_all()
+        if level >= 1:
+            self._clear_all()
 
-    def _on_cache_reset(self, reset_running_requests: bool = False, *_: Any, **__: Any) -> None:
+    def _on_awake(self, fully: object, *_: Any, **__: Any) -> None:
+        # An engine that is woken part by part samples again when it is all awake; earlier vLLMs do not say.
+        if fully is not False:
+            self._on_resumed()
+
+    def _on_cache_reset(self, done: object, reset_running_requests: bool = False, *_: Any, **__: Any) -> None:
+        # vLLM clears nothing while requests hold blocks, and says so.
+        if done is False:
+            return
         if reset_running_requests:
             self._clear_all()
         self._prefixes_empty = True
@@ -162,7 +182,7 @@ class WeightObserver:
 def _watched(
     method: Callable[..., Awaitable[Any]], before: Callable[..., None] | None, after: Callable[..., None] | None
 ) -> Callable[..., Awaitable[Any]]:
-    """Return `method`, telling its arguments to `before` when it is called and to `after` when it has succeeded."""
+    """Return `method`, telling `before` its arguments when it is called, and `after` its result and them."""
 
     @functools.wraps(method)
     async def call(*args: Any, **kwargs: Any) -> object:
@@ -170,7 +190,7 @@ def _watched(
             before(*args, **kwargs)
         result = await method(*args, **kwargs)
         if after is not None:
-            after(*args, **kwargs)
+            after(result, *args, **kwargs)
         return result
 
     return call

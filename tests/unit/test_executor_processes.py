@@ -49,11 +49,26 @@ def start(tmp_path: Path, script: str, *arguments: str, grace_seconds: float = 0
     )
 
 
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """Note the processes that other tests keep for the session."""
+    _others.clear()
+    _others.update(psutil.Process().children(recursive=True))
+
+
+_others: set[psutil.Process] = set()
+
+
+def descendants() -> list[psutil.Process]:
+    """The processes below this one that this test started."""
+    return [child for child in psutil.Process().children(recursive=True) if child not in _others]
+
+
 async def start_family(tmp_path: Path) -> tuple[ChildProcess, list[psutil.Process]]:
     """Start the family; return it and all its processes."""
     process = start(tmp_path, FAMILY, str(tmp_path / "ready"))
     assert await process.wait_for_ready_file(tmp_path / "ready", timeout_seconds=20) == "127.0.0.1:1"
-    family = psutil.Process().children(recursive=True)
+    family = descendants()
     assert len(family) == 4, family
     assert len({os.getsid(member.pid) for member in family}) == 3
     return process, family
@@ -72,7 +87,7 @@ async def test_stop_ends_every_descendant_whatever_its_session(tmp_path: Path) -
 
 async def test_a_command_that_dies_takes_the_rest_with_it(tmp_path: Path) -> None:
     process, family = await start_family(tmp_path)
-    (leash,) = psutil.Process().children()
+    (leash,) = (child for child in psutil.Process().children() if child not in _others)
     command = next(child for child in leash.children() if "stubborn =" in " ".join(child.cmdline()))
     command.kill()
 
@@ -161,13 +176,13 @@ async def test_a_group_ends_its_members_together_and_removes_its_directory(tmp_p
                 name, ["sleep", "300"], log_file=group.log_file(name), scratch=tmp_path / name, grace_seconds=3.0
             )
         )
-    await wait_until(lambda: len(psutil.Process().children(recursive=True)) == 6)
+    await wait_until(lambda: len(descendants()) == 6)
     began = time.monotonic()
     group.stop()
     group.stop()
 
     assert time.monotonic() - began < 3.0
-    assert psutil.Process().children(recursive=True) == []
+    assert descendants() == []
     assert not group.directory.exists()
 
 

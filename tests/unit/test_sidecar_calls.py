@@ -461,3 +461,32 @@ async def test_draining_ends_even_when_the_engine_does_not_answer(monkeypatch: p
         await calls.drain(grace_seconds=0)
     assert isinstance(record.error, ShuttingDown)
     await calls.close()
+
+
+async def test_a_least_number_of_tokens_never_exceeds_the_room() -> None:
+    engine = ManualEngine(toy_model(max_context_tokens=64))
+    await Calls(engine).start(CallRequest(list(range(60)), sampling=Sampling(min_tokens=9)), None)
+    assert (engine.submitted[-1].sampling.min_tokens, max_tokens(engine)) == (4, 4)
+
+
+async def test_what_a_finished_choice_did_not_use_is_left_for_others() -> None:
+    engine, tape = ManualEngine(), new_tape(limits=TapeLimits(max_sampled_tokens=20))
+    record = await Calls(engine).start(prompt(3, max_tokens=8, n=2), tape)
+    record.append(0, [1], [-0.5])
+    assert tape.tokens_left() == 20 - 1 - 7 - 8
+    record.finish(0, FinishReason.STOP)
+    assert tape.tokens_left() == 20 - 1 - 8
+
+
+async def test_a_client_that_leaves_while_the_engine_takes_its_call_has_abandoned_it() -> None:
+    engine, tape = ManualEngine(), new_tape()
+    engine.takes_calls.clear()
+    starting = asyncio.create_task(Calls(engine).start(prompt(3), tape))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    (record,) = tape.calls
+    assert (record.error, finish_reason(record)) == (None, FinishReason.ABORT)
+    await asyncio.sleep(0)
+    assert engine.aborted == [record.call_id]

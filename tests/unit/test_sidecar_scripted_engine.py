@@ -211,3 +211,13 @@ async def test_calls_that_nobody_made_are_reported_at_the_end(caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         await engine.close()
     assert "1 of the script's 2 calls were never made" in caplog.text
+
+
+async def test_an_abort_before_the_first_step_ends_the_call() -> None:
+    engine = engine_of(call(tokens(10, finish="stop")))
+    record = await Calls(engine).start(CallRequest([1]), None)
+    await engine.abort(record.call_id)
+    await record.wait_ended()
+    assert record.error is None
+    assert record.choices[0].completion is not None
+    assert record.choices[0].completion.finish_reason is FinishReason.ABORT

@@ -20,9 +20,13 @@ class Driven:
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None: ...
     async def resume_generation(self) -> None: ...
     async def sleep(self, level: int = 1) -> None: ...
-    async def wake_up(self, tags: list[str] | None = None) -> None: ...
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        return tags is None or "kv_cache" in tags
+
+    blocks_in_use = False
+
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        return reset_running_requests
+        return reset_running_requests or not self.blocks_in_use
 
 
 @pytest.fixture
@@ -128,3 +132,62 @@ async def test_a_detached_observer_hears_nothing(engine: Driven, observer: Weigh
     assert await engine.collective_rpc("update_weight") == "update_weight"
     assert observer.version == ""
     assert not vars(engine)
+
+
+async def test_a_step_that_comes_late_is_of_the_old_weights(engine: Driven, observer: WeightObserver) -> None:
+    running = CallWeights(observer)
+    running.of_step(None)
+    await engine.pause_generation(mode="keep")
+    assert running.of_step(None) == Weights()
+    await engine.collective_rpc("update_weight")
+    assert running.of_step(None) == Weights()
+    await engine.collective_rpc("update_weight")
+    await engine.resume_generation()
+    assert running.of_step(None) == Weights("1")
+
+
+async def test_a_cache_reset_that_failed_cleared_nothing(engine: Driven, observer: WeightObserver) -> None:
+    CallWeights(observer).of_step(None)
+    await engine.pause_generation(mode="keep", clear_cache=False)
+    await engine.collective_rpc("update_weight")
+    engine.blocks_in_use = True
+    assert not await engine.reset_prefix_cache()
+    await engine.resume_generation()
+    CallWeights(observer).of_step(None)
+    assert CallWeights(observer).of_step(None) == Weights("1", stale_cache=True)
+
+
+async def test_the_lightest_sleep_keeps_the_cache(engine: Driven, observer: WeightObserver) -> None:
+    running = CallWeights(observer)
+    running.of_step(None)
+    await engine.sleep(0)
+    await engine.collective_rpc("update_weight")
+    await engine.wake_up()
+    assert running.of_step(None) == Weights("1", stale_cache=True)
+
+
+async def test_an_engine_samples_again_when_all_of_it_is_awake(engine: Driven, observer: WeightObserver) -> None:
+    await engine.sleep(level=2)
+    await engine.wake_up(["weights"])
+    await engine.collective_rpc("update_weight")
+    await engine.wake_up(["kv_cache"])
+    assert CallWeights(observer).of_step(None) == Weights("1")
+
+
+async def test_only_calls_that_ran_across_an_update_have_an_uncertain_boundary(
+    engine: Driven, observer: WeightObserver
+) -> None:
+    running = CallWeights(observer)
+    running.of_step(None)
+    await engine.collective_rpc("update_weight")
+    assert running.of_step(None).boundary_uncertain
+    assert not CallWeights(observer).of_step(None).boundary_uncertain
+
+
+async def test_a_worker_call_by_a_function_is_known_by_its_name(engine: Driven, observer: WeightObserver) -> None:
+    def update_weights(worker: object) -> None:
+        del worker
+
+    driven: Any = engine
+    await driven.collective_rpc(update_weights)
+    assert observer.version == "1"

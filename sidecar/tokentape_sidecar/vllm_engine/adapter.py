@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Literal, Self
 
 import vllm
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tokentape_sidecar.engine import EngineCall, Model, Sink
-from tokentape_sidecar.errors import EngineDead, EngineNotLoaded, InvalidArgument, NotFound
+from tokentape_sidecar.errors import EngineBusy, EngineDead, EngineNotLoaded, InvalidArgument, NotFound
 from tokentape_sidecar.vllm_engine import direct_path
 from tokentape_sidecar.vllm_engine.parameters import (
     describe,
@@ -26,6 +26,9 @@ from tokentape_sidecar.vllm_engine.parameters import (
 from tokentape_sidecar.vllm_engine.public_path import PublicPath
 from tokentape_sidecar.weights import WeightObserver
 
+PathName = Literal["direct", "public"]
+"""How calls reach vLLM."""
+
 logger = logging.getLogger(__name__)
 
 _LIVENESS_SECONDS = 0.5
@@ -34,9 +37,7 @@ _LIVENESS_SECONDS = 0.5
 class VllmEngine:
     """Drives an `AsyncLLM`, its own (`load`) or one that was handed in (`attach`)."""
 
-    def __init__(
-        self, engine: AsyncLLM, *, tokenizer_directory: Path, owned: bool, path: direct_path.PathName | None
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, *, tokenizer_directory: Path, owned: bool, path: PathName | None) -> None:
         """Use `load` or `attach`."""
         self._engine = engine
         self._owned = owned
@@ -80,7 +81,7 @@ class VllmEngine:
         engine: AsyncLLM,
         *,
         tokenizer_directory: Path | None = None,
-        path: direct_path.PathName | None = None,
+        path: PathName | None = None,
     ) -> Self:
         """Drive an engine that somebody else owns; `close` leaves it running.
 
@@ -112,6 +113,9 @@ class VllmEngine:
             await self._path.submit(call, prompt, params, sink)
         except EngineDeadError:
             raise EngineDead("the engine is dead") from None
+        except GracefulHTTPError as error:
+            # vLLM's admission control: its queue is full.
+            raise EngineBusy(str(error)) from error
         except (ValueError, VLLMClientError) as error:
             raise InvalidArgument("sampling", str(error)) from error
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from copy import copy
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import vllm
 from packaging.version import Version
@@ -71,6 +71,9 @@ class DirectPath:
             supported_tasks=await engine.get_supported_tasks(),
             priority=call.priority,
         )
+        if engine.errored:
+            # It died meanwhile, and has told those that were registered.
+            raise EngineDeadError
         engine.input_processor.assign_request_id(request)
         engine._run_output_handler()  # pyright: ignore[reportPrivateUsage] - see the module
         engine.check_admission(params.n, request.request_id)
@@ -79,7 +82,9 @@ class DirectPath:
             self._register(one, choice, call, sink)
         try:
             for one in requests:
-                await engine.engine_core.add_request_async(one)
+                # An abort may come between two of them, and the core must not get the rest.
+                if engine.output_processor.has_request(one.request_id):
+                    await engine.engine_core.add_request_async(one)
         except BaseException:
             await engine.abort(call.call_id)
             raise
@@ -253,7 +258,3 @@ def _top(rows: LogprobsLists | LogprobsTensors, k: int) -> TopLogprobs | None:
         cast("list[int]", rows.logprob_token_ids[:, 1 : k + 1].flatten().tolist()),
         cast("list[float]", rows.logprobs[:, 1 : k + 1].flatten().tolist()),
     )
-
-
-PathName = Literal["direct", "public"]
-"""How calls reach vLLM."""
