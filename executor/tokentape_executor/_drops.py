@@ -18,21 +18,28 @@ def dropped_choices(calls: Sequence[Call]) -> dict[Place, DropReason]:
     continued = {place[:2] for call in calls if (place := call.parent_place) is not None}
     dropped: dict[Place, DropReason] = {}
     for siblings in _siblings(calls):
-        replaced = False
+        remade = False
         for call in reversed(siblings):
             places = [(call.index, choice) for choice in range(len(call.choices))]
-            goes_on = not continued.isdisjoint(places)
-            if replaced and not goes_on:
-                dropped |= dict.fromkeys(places, DropReason.SUPERSEDED)
-                continue
-            incomplete = _incomplete(call)
-            if incomplete and not goes_on:
-                worst = DropReason.FAILED if DropReason.FAILED in incomplete.values() else DropReason.ABANDONED
-                dropped |= dict.fromkeys(places, worst)
-                continue
-            dropped |= {place: reason for place, reason in incomplete.items() if place not in continued}
-            replaced = True
+            reason = _fate(call, has_child=not continued.isdisjoint(places), remade=remade)
+            if reason is not None:
+                dropped |= dict.fromkeys(places, reason)
+            else:
+                dropped |= {place: reason for place, reason in _incomplete(call).items() if place not in continued}
+                remade = True
     return dropped
+
+
+def _fate(call: Call, *, has_child: bool, remade: bool) -> DropReason | None:
+    """Return why the whole call is dropped, `None` where it is not. `remade`: a later sibling was kept."""
+    if has_child:
+        return None
+    if remade:
+        return DropReason.SUPERSEDED
+    reasons = _incomplete(call).values()
+    if DropReason.FAILED in reasons:
+        return DropReason.FAILED
+    return DropReason.ABANDONED if reasons else None
 
 
 def _siblings(calls: Sequence[Call]) -> list[list[Call]]:

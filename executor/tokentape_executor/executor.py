@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tokentape.v1 import types_pb2
 from tokentape_executor.assembler import Assembler
 from tokentape_executor.errors import AgentFailed, RolloutError
 from tokentape_executor.nemo_gym import NemoGym, Row
-from tokentape_executor.tape_client import OpenedTape, TapeClient
+from tokentape_executor.tape_client import NO_OPTIONS, OpenedTape, TapeClient, TapeOptions
 from tokentape_executor.trajectory import Trajectory
 
 
@@ -64,14 +65,17 @@ class TapeExecutor(ABC):
         *,
         sampling_policy: types_pb2.SamplingParameters | None = None,
         max_context_tokens: int | None = None,
+        options: TapeOptions = NO_OPTIONS,
     ) -> Rollout:
         """Run one rollout of `task`.
 
         The fields that `sampling_policy` has hold for every call of the rollout, whatever the agent asks for;
-        `max_context_tokens` bounds prompt and completion together in each call. Raises `RolloutError`; the tape is
-        sealed in any case, also when this is cancelled.
+        `max_context_tokens` bounds prompt and completion together in each call; `options` say what else holds for the
+        tape. Raises `RolloutError`; the tape is sealed in any case, also when this is cancelled.
         """
-        tape = await self._tapes.open(max_context_tokens=max_context_tokens, sampling_policy=sampling_policy)
+        tape = await self._tapes.open(
+            max_context_tokens=max_context_tokens, sampling_policy=sampling_policy, options=options
+        )
         assembler = Assembler()
         try:
             async with asyncio.timeout(self._timeout_seconds), asyncio.TaskGroup() as tasks:
@@ -105,11 +109,15 @@ class NemoGymExecutor(TapeExecutor):
     async def run(self, task: Row, tape_id: str) -> Outcome:
         """Post the row, tagged with the tape's id, to its agent."""
         report = await self._gym.run(tag_row(task, tape_id))
-        reward = report.get("reward")
-        if not isinstance(reward, int | float):
-            raise AgentFailed(f"NeMo Gym returned no reward but {reward!r}")
-        response = cast("Mapping[str, Any]", report.get("response") or {})
-        return Outcome(float(reward), response.get("incomplete_details") is not None, report)
+        if "reward" not in report:
+            raise AgentFailed(f"NeMo Gym returned no reward, only {reprlib.repr(sorted(report))}")
+        reward = report["reward"]
+        # A boolean is an int to Python, and a verifier's mistake.
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise AgentFailed(f"NeMo Gym returned no number as reward but {reprlib.repr(reward)}")
+        response = report.get("response")
+        details = cast("dict[str, Any]", response).get("incomplete_details") if isinstance(response, dict) else None
+        return Outcome(float(reward), details is not None, report)
 
 
 def tag_row(row: Row, tape_id: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ _LONGEST_TEMPORARY_ROOT = 22
 """Ray's Unix sockets lie 85 characters below it, and their paths may have 107."""
 _FOREIGN_VARIABLES = ("RAY_", "PYTHON", "VIRTUAL_ENV")
 """Prefixes of variables that are about the trainer's Ray and Python, and would mislead Gym's."""
-_ERROR_BODY_CHARACTERS = 1000
+_QUOTED_CHARACTERS = 1000
 
 Row = Mapping[str, Any]
 """One task as NeMo Gym takes it: `responses_create_params`, and what the environment's verifier wants beside it."""
@@ -105,8 +105,8 @@ class NemoGym:
         """Run one rollout and return the verifier's response, with `reward` and the agent's `response`.
 
         The row's `agent_ref.name` picks the agent. Takes as long as the rollout does; cancelling it stops the waiting,
-        not the agent. Raises `AgentFailed` where the agent answers with an error, `AgentUnavailable` where it does not
-        answer.
+        not the agent. Raises `AgentFailed` where the agent answers with an error or with no JSON object,
+        `AgentUnavailable` where it does not answer.
         """
         agent = cast("Mapping[str, str]", row.get("agent_ref") or {}).get("name") or self._default_agent
         if agent not in self.agents:
@@ -117,9 +117,16 @@ class NemoGym:
             ended = "" if self._process.running else f"; NeMo Gym has ended, its log with:\n{self._process.log_tail()}"
             raise AgentUnavailable(f"agent {agent}: {type(error).__name__}: {error}{ended}") from error
         if response.is_error:
-            body = response.text[:_ERROR_BODY_CHARACTERS]
-            raise AgentFailed(f"agent {agent} answered {response.status_code}: {body}")
-        return cast("dict[str, Any]", response.json())
+            raise AgentFailed(f"agent {agent} answered {response.status_code}: {_readable(response.text)}")
+        try:
+            report = response.json()
+        except ValueError:
+            report = None
+        if not isinstance(report, dict):
+            raise AgentFailed(
+                f"agent {agent} answered {response.status_code} without a JSON object: {_readable(response.text)}"
+            )
+        return cast("dict[str, Any]", report)
 
     async def close(self) -> None:
         """Close the connections and stop Gym."""
@@ -129,6 +136,20 @@ class NemoGym:
     def stop(self) -> None:
         """Stop Gym and all that it started; blocks for two seconds or so. Stopping again does nothing."""
         self._process.stop()
+
+
+def _readable(text: str) -> str:
+    """Return `text` for a message: at most its ends, and without the escapes of JSON within JSON within JSON.
+
+    Each of Gym's servers quotes the answer of the one behind it, which doubles the backslashes; the cause is the last.
+    """
+    text = re.sub(r"\\+n", "\n", text)
+    text = re.sub(r"\\+([\"'])", r"\1", text)
+    text = re.sub(r"\\{2,}", r"\\", text)
+    if len(text) <= _QUOTED_CHARACTERS:
+        return text
+    half = _QUOTED_CHARACTERS // 2
+    return f"{text[:half]} […] {text[-half:]}"
 
 
 def _check_installation(venv: Path) -> None:

@@ -45,7 +45,8 @@ _CLOSE_SECONDS = 1.5
 class _Services:
     """Everything that one executor has started."""
 
-    def __init__(self, settings: ExecutorSettings) -> None:
+    def __init__(self, owner: AgentExecutor, settings: ExecutorSettings) -> None:
+        """Start nothing yet. What will run in other processes ends with `owner` at the latest."""
         self.settings = settings
         self.loop = asyncio.get_running_loop()
         self.group = ServiceGroup(settings.log_directory)
@@ -55,6 +56,12 @@ class _Services:
         self.bridge: Bridge | None = None
         self.gym: NemoGym | None = None
         self.rollouts: NemoGymExecutor | None = None
+        self._finalizer = weakref.finalize(owner, self.group.stop)
+
+    def stop(self) -> None:
+        """Stop what runs in other processes; blocks until it has ended. From any thread; again does nothing."""
+        self.group.stop()
+        self._finalizer.detach()
 
 
 class AgentExecutor(AgentExecutorBase):
@@ -77,9 +84,9 @@ class AgentExecutor(AgentExecutorBase):
     def __init__(self, settings: ExecutorSettings | None = None) -> None:
         """Take `settings`; `None`: those of the environment in which the first rollout runs."""
         self._settings = settings
-        self._lock: asyncio.Lock | None = None
+        self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        """Held while services start, by callers on its event loop."""
         self._services: _Services | None = None
-        self._finalizer: weakref.finalize[[], Any] | None = None
 
     async def execute(  # noqa: PLR0917 - the signature is OpenRLHF's
         self,
@@ -112,12 +119,13 @@ class AgentExecutor(AgentExecutorBase):
         """End the sidecar, the bridge and NeMo Gym. Returns in less than five seconds; again does nothing.
 
         From any thread, with the event loop running or gone. Called on the loop's own thread it closes what lives on
-        the loop a moment later. A later `execute` starts anew.
+        the loop a moment later. A later `execute` starts anew, on whichever event loop it runs; one that is starting
+        raises `StartFailed`.
         """
         services, self._services = self._services, None
         if services is None:
             return
-        services.group.stop()
+        services.stop()
         _close_on_loop(services)
 
     async def _start_vllm_server(self, llm_engine: Any, hf_tokenizer: Any) -> None:
@@ -162,37 +170,46 @@ class AgentExecutor(AgentExecutorBase):
             log_file=services.group.log_file("nemo_gym"),
             timeout_seconds=settings.start_timeout_seconds,
         )
-        services.group.add(services.gym)
         services.on_loop.push_async_callback(services.gym.close)
+        # In a thread: it stops Gym, which takes a while, where `shutdown` came first.
+        await asyncio.to_thread(services.group.add, services.gym)
 
     def _running_services(self) -> _Services:
         if self._services is None:
-            raise StartFailed("the executor was shut down while it started")
+            raise _shut_down()
         return self._services
 
     async def _started(self, llm_engine: Any, hf_tokenizer: Any) -> NemoGymExecutor:
         """Return what runs rollouts; the first of any number of concurrent callers starts it."""
-        if self._lock is None:
-            self._lock = asyncio.Lock()
-        async with self._lock:
+        _refuse_other_loop(self._services)
+        async with self._lock_here():
             services = self._services
+            _refuse_other_loop(services)
             if services is None:
-                services = self._services = _Services(self._settings or ExecutorSettings.from_environment())
-                self._finalizer = weakref.finalize(self, services.group.stop)
+                services = self._services = _Services(self, self._settings or ExecutorSettings.from_environment())
                 try:
                     await self._start(services, llm_engine, hf_tokenizer)
+                    if self._services is not services:
+                        raise _shut_down()
                 except BaseException:
                     # Also when the one caller that starts is cancelled: the next one then starts anew.
-                    self._services = None
-                    await asyncio.to_thread(services.group.stop)
+                    if self._services is services:
+                        self._services = None
+                    await asyncio.to_thread(services.stop)
                     await services.on_loop.aclose()
                     raise
-            if services.loop is not asyncio.get_running_loop():
-                raise StartFailed(
-                    "this executor runs on another event loop; call shutdown() before using it on this one"
-                )
             assert services.rollouts is not None
             return services.rollouts
+
+    def _lock_here(self) -> asyncio.Lock:
+        """Return the lock of the running loop; a lock serves the loop on which it was first waited for, and no other.
+
+        Not replaced at `shutdown`: whoever comes next on the same loop waits until a start under way has ended.
+        """
+        loop = asyncio.get_running_loop()
+        if self._lock is None or self._lock[0] is not loop:
+            self._lock = (loop, asyncio.Lock())
+        return self._lock[1]
 
     async def _start(self, services: _Services, llm_engine: Any, hf_tokenizer: Any) -> None:
         await _completed(self._start_vllm_server(llm_engine, hf_tokenizer))
@@ -208,6 +225,16 @@ class AgentExecutor(AgentExecutorBase):
             services.gym,
             timeout_seconds=services.settings.rollout_timeout_seconds,
         )
+
+
+def _shut_down() -> StartFailed:
+    return StartFailed("the executor was shut down while it started")
+
+
+def _refuse_other_loop(services: _Services | None) -> None:
+    """Raise `StartFailed` where `services` live on another event loop than the running one."""
+    if services is not None and services.loop is not asyncio.get_running_loop():
+        raise StartFailed("this executor runs on another event loop; call shutdown() before using it on this one")
 
 
 async def _completed(result: _T | Awaitable[_T]) -> _T:

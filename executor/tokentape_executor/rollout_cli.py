@@ -143,7 +143,7 @@ def _verify(options: _Options, console: Console) -> int:
     assert options.verify is not None
     assert options.model is not None
     tapes = list(read_tapes(options.verify))
-    trajectories = [tape.trajectory() for tape in tapes]
+    trajectories = [_assemble(options.verify, index, tape) for index, tape in enumerate(tapes)]
     versions = options.weight_version or _only_version(trajectories)
     model, tokenizer = _load(options.model, options.dtype)
     tolerance = Tolerance(options.tolerance, options.mean_tolerance)
@@ -167,7 +167,16 @@ def _verify(options: _Options, console: Console) -> int:
     console.print(table)
     for problem in problems:
         console.print(Text(problem, "red"))
+    if not problems:
+        console.print(Text(f"passed: {compared} tokens, none off by more than {tolerance.largest} nats", "green"))
     return int(bool(problems))
+
+
+def _assemble(file: Path, index: int, tape: StoredTape) -> Trajectory:
+    try:
+        return tape.trajectory()
+    except ExecutorError as error:
+        raise ExecutorError(f"{file}: tape {index}: {error}") from None
 
 
 def _only_version(trajectories: Sequence[Trajectory]) -> list[str]:
@@ -187,6 +196,9 @@ def _mode(tape: StoredTape) -> LogprobsMode:
 
 def _load(directory: Path, dtype: str) -> tuple[Any, Any]:
     """Return the model, on a GPU if there is one, and its tokenizer."""
+    # transformers would look for a repository of that name on a model hub.
+    if not directory.is_dir():
+        raise ExecutorError(f"--model: there is no directory {directory}")
     try:
         import torch  # noqa: PLC0415 - seconds, and not needed for anything else
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 
 import httpx
 
+from tokentape_executor.errors import StartFailed
 from tokentape_executor.processes import ChildProcess
 from tokentape_executor.settings import ExecutorSettings
 
@@ -33,6 +34,7 @@ class ServiceGroup:
         """For the group's files; it goes with the group."""
         self._log_directory = log_directory or self.directory / "logs"
         self._members: list[Stoppable] = []
+        self._stopped = False
         self._lock = threading.Lock()
 
     def log_file(self, name: str) -> Path:
@@ -40,12 +42,18 @@ class ServiceGroup:
         return self._log_directory / f"{name}.log"
 
     def add(self, member: Stoppable) -> None:
-        """Make `member` end with the group."""
-        self._members.append(member)
+        """Make `member` end with the group. Where that was stopped already, stops `member` and raises `StartFailed`."""
+        with self._lock:
+            if not self._stopped:
+                self._members.append(member)
+                return
+        member.stop()
+        raise StartFailed("it was shut down while it started")
 
     def stop(self) -> None:
         """Stop all members, at the same time, and remove the directory. From any thread; again does nothing."""
         with self._lock:
+            self._stopped = True
             members, self._members = self._members, []
             threads = [threading.Thread(target=member.stop) for member in members]
             for thread in threads:

@@ -2,7 +2,7 @@
 
 `watch` yields every entry of a tape once and in order, whatever happens to the connection: after UNAVAILABLE it asks
 again from the first position that it has not yielded. It gives up when no entry has come for `PATIENCE_SECONDS` since
-the connection was lost.
+the connection was lost. `seal`, which may be repeated, is as patient.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ from tokentape_executor.assembler import positions
 from tokentape_executor.errors import from_rpc_error
 
 PATIENCE_SECONDS = 10.0
-"""How long `watch` tries to get back to a sidecar that it has lost."""
+"""How long `watch` and `seal` try to get back to a sidecar that they have lost."""
 
 _RETRY_SECONDS = 0.2
 _UNARY_TIMEOUT_SECONDS = 10.0
@@ -35,8 +35,26 @@ class OpenedTape:
 
     tape_id: str
     """Lets its holder append: it travels with the agent's requests."""
-    reader_token: str
+    reader_token: str = field(repr=False)
     """Lets its holder read, seal and delete: it stays here."""
+
+
+@dataclass(frozen=True, slots=True)
+class TapeOptions:
+    """What else may hold for a tape; `tape.proto` has the words of the contract."""
+
+    max_sampled_tokens: int | None = None
+    """Most tokens sampled on the whole tape: calls are clamped to what is left, and then refused."""
+    max_calls: int | None = None
+    """Most calls on the tape."""
+    policy_seed: int | None = None
+    """Makes each call's seed, together with the tape's id and the call's index; `None`: calls keep their own."""
+    keep_reasoning: bool = False
+    """Whether reasoning stays in later prompts where the chat template would leave it out."""
+
+
+NO_OPTIONS = TapeOptions()
+"""No further limits, and every call's own seed."""
 
 
 class TapeClient:
@@ -55,7 +73,11 @@ class TapeClient:
         self._time_to_live = None if time_to_live_seconds is None else _duration(time_to_live_seconds)
 
     async def open(
-        self, *, max_context_tokens: int | None = None, sampling_policy: types_pb2.SamplingParameters | None = None
+        self,
+        *,
+        max_context_tokens: int | None = None,
+        sampling_policy: types_pb2.SamplingParameters | None = None,
+        options: TapeOptions = NO_OPTIONS,
     ) -> OpenedTape:
         """Open a tape under a new id.
 
@@ -65,8 +87,15 @@ class TapeClient:
         tape_id = f"{self._sidecar_name}.{secrets.token_hex(_ID_BYTES)}"
         request = tape_pb2.OpenTapeRequest(
             tape_id=tape_id,
-            limits=tape_pb2.TapeLimits(max_context_tokens=max_context_tokens, time_to_live=self._time_to_live),
+            limits=tape_pb2.TapeLimits(
+                max_context_tokens=max_context_tokens,
+                max_sampled_tokens=options.max_sampled_tokens,
+                max_calls=options.max_calls,
+                time_to_live=self._time_to_live,
+            ),
             sampling_policy=sampling_policy,
+            policy_seed=options.policy_seed,
+            keep_reasoning=options.keep_reasoning,
         )
         try:
             response = await self._stub.OpenTape(request, timeout=_UNARY_TIMEOUT_SECONDS)
@@ -93,9 +122,8 @@ class TapeClient:
                         yield entry
                         sequence = entry.sequence + positions(entry)
             except grpc.aio.AioRpcError as error:
-                now = time.monotonic()
-                lost_since = lost_since or now
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or now - lost_since > PATIENCE_SECONDS:
+                lost_since = lost_since or time.monotonic()
+                if not _may_come_back(error, lost_since):
                     raise from_rpc_error("watching a tape", error) from error
             else:
                 return
@@ -105,12 +133,26 @@ class TapeClient:
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def seal(self, tape: OpenedTape) -> None:
-        """End the tape: its running calls are aborted, later ones refused. Raises as `open` does."""
+        """End the tape: its running calls are aborted, later ones refused. Waits for the sidecar as `watch` does.
+
+        Raises as `open` does.
+        """
         request = tape_pb2.SealTapeRequest(tape_id=tape.tape_id, reader_token=tape.reader_token)
-        try:
-            await self._stub.SealTape(request, timeout=_UNARY_TIMEOUT_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error("sealing a tape", error) from error
+        started = time.monotonic()
+        while True:
+            try:
+                await self._stub.SealTape(request, timeout=_UNARY_TIMEOUT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                if not _may_come_back(error, started):
+                    raise from_rpc_error("sealing a tape", error) from error
+            else:
+                return
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _may_come_back(error: grpc.aio.AioRpcError, lost_since: float) -> bool:
+    """Whether to try again after `error`, with the sidecar away since `lost_since` (monotonic)."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() - lost_since <= PATIENCE_SECONDS
 
 
 def _duration(seconds: float) -> Duration:

@@ -8,15 +8,19 @@ import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from tokentape.channel import dial
 from tokentape.process import ListenAddress
-from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, types_pb2
+from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
 from tokentape_executor import tape_client
 from tokentape_executor.assembler import Assembler
 from tokentape_executor.errors import RolloutRefused, SidecarUnavailable, TapeLost
-from tokentape_executor.tape_client import OpenedTape, TapeClient
+from tokentape_executor.executor import Outcome, TapeExecutor
+from tokentape_executor.nemo_gym import Row
+from tokentape_executor.tape_client import OpenedTape, TapeClient, TapeOptions
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
@@ -199,3 +203,78 @@ async def test_leaving_early_ends_the_watch_at_the_sidecar(sidecar: Sidecar, tap
                 break
     await sampling
     await asyncio.wait_for(sidecar.stop(grace_seconds=0), 0.9)
+
+
+async def test_sealing_waits_for_a_sidecar_that_comes_back(relay: Relay, tapes: TapeClient) -> None:
+    tape = await tapes.open()
+    relay.refusing = True
+    relay.drop()
+    sealing = asyncio.create_task(tapes.seal(tape))
+    await asyncio.sleep(0.5)
+    assert not sealing.done()
+    relay.refusing = False
+    await sealing
+    assert await follow(tapes, tape, on_token=asyncio.Event())
+
+
+async def test_sealing_at_a_sidecar_that_stays_away_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, relay: Relay, tapes: TapeClient
+) -> None:
+    monkeypatch.setattr(tape_client, "PATIENCE_SECONDS", 0.5)
+    tape = await tapes.open()
+    relay.refusing = True
+    relay.drop()
+    with pytest.raises(SidecarUnavailable, match="sealing a tape failed with UNAVAILABLE"):
+        await tapes.seal(tape)
+
+
+async def test_a_tape_shows_no_reader_token(tapes: TapeClient) -> None:
+    tape = await tapes.open()
+    assert tape.reader_token
+    assert tape.reader_token not in repr(tape)
+
+
+class OneCall(TapeExecutor):
+    """An agent that makes a call, and another that must be refused."""
+
+    def __init__(self, tapes: TapeClient, address: str) -> None:
+        super().__init__(tapes)
+        self._address = address
+
+    async def run(self, task: Row, tape_id: str) -> Outcome:
+        tape = OpenedTape(tape_id, "")
+        await sample(self._address, tape)
+        with pytest.raises(grpc.aio.AioRpcError, match=str(task["refusal"])):
+            await sample(self._address, tape)
+        return Outcome(1.0, truncated=False, report={})
+
+
+@pytest.mark.parametrize(
+    ("options", "sampled", "refusal"),
+    [
+        (TapeOptions(max_calls=1), len(COMPLETION), "max_calls"),
+        (TapeOptions(max_sampled_tokens=5), 5, "max_sampled_tokens"),
+    ],
+)
+async def test_a_rollout_bounds_its_tape(
+    sidecar: Sidecar, tapes: TapeClient, options: TapeOptions, sampled: int, refusal: str
+) -> None:
+    rollout = await OneCall(tapes, sidecar.address).rollout({"refusal": refusal}, options=options)
+    assert rollout.trajectory.receipt.sampled == sampled
+
+
+@pytest.mark.parametrize(
+    ("options", "opened_so"), [(TapeOptions(), False), (TapeOptions(policy_seed=0, keep_reasoning=True), True)]
+)
+async def test_a_tape_gives_seeds_and_keeps_reasoning_if_so_opened(
+    sidecar: Sidecar, tapes: TapeClient, options: TapeOptions, *, opened_so: bool
+) -> None:
+    tape = await tapes.open(options=options)
+    await sample(sidecar.address, tape)
+    async with dial(sidecar.address) as channel:
+        found = await tape_pb2_grpc.TapeServiceStub(channel).FindCalls(tape_pb2.FindCallsRequest(tape_id=tape.tape_id))
+    assert found.keep_reasoning is opened_so
+
+    await tapes.seal(tape)
+    started = (await follow(tapes, tape, on_token=asyncio.Event()))[0].call_started
+    assert started.sampling.HasField("seed") is opened_so

@@ -72,7 +72,9 @@ class VllmEngine:
         except Exception as error:
             logger.exception("vLLM could not load %s", model)
             reason = str(error).strip().partition("\n")[0]
-            raise EngineNotLoaded(f"--model: vLLM could not load {model}: {reason}") from error
+            raise EngineNotLoaded(
+                f"--model: vLLM could not load {model}: {reason} (the first error in its log above is the cause)"
+            ) from error
         return cls(engine, tokenizer_directory=tokenizer_directory_of(engine), owned=True, path=None)
 
     @classmethod
