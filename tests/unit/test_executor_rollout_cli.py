@@ -86,7 +86,7 @@ def test_several_weight_versions_need_a_word(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--verify", "{tapes}", "--model", "{directory}/none"], "--model .*none: "),
+        (["--verify", "{tapes}", "--model", "{directory}/none"], "--model: there is no directory .*none"),
         (["--verify", "{directory}/none.jsonl", "--model", "{directory}"], r"cannot read .*none\.jsonl"),
         (["--script", "{tapes}", "--tape", "1"], r"--tape 1: .*tapes\.jsonl has 1 tapes, counted from 0"),
         (["--script", "{tapes}", "--tape", "-1"], "--tape -1: "),
