@@ -9,10 +9,10 @@ second one continues the same tape.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokentape_bridge.canonical import canonical
 from tokentape_bridge.messages import TemplateMessage
 
 # Clients leave reasoning out of the history, and some renumber tool calls; neither makes it another conversation.
@@ -42,5 +42,4 @@ def _essence(message: TemplateMessage) -> TemplateMessage:
 
 
 def _digest(value: object) -> str:
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:32]

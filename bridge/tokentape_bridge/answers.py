@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from tokentape_bridge.canonical import canonical
 from tokentape_bridge.messages import TemplateMessage
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
@@ -61,8 +62,8 @@ class Answer:
         return (
             str(echo.get("content") or "").strip() == self.content.strip()
             and (not reasoning or reasoning.strip() == (self.reasoning or "").strip())
-            and [(call["function"]["name"], _canonical(call["function"]["arguments"])) for call in calls]
-            == [(call.name, _canonical(call.arguments)) for call in self.tool_calls]
+            and [(call["function"]["name"], canonical(call["function"]["arguments"])) for call in calls]
+            == [(call.name, canonical(call.arguments)) for call in self.tool_calls]
         )
 
     def with_first_call_only(self) -> Answer:
@@ -153,16 +154,6 @@ def _arguments_text(call: str) -> str | None:
             written = call[start:position]
         position = _skip_space(call, _skip_space(call, position) + 1)
     return written
-
-
-def _canonical(value: object) -> str:
-    """Return one text for equal JSON values: 1 and 1.0 are (JavaScript has one kind of number), 1 and true are not."""
-    return json.dumps(json.loads(json.dumps(value), parse_float=_number), sort_keys=True)
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    return int(number) if number.is_integer() else number
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -8,6 +8,7 @@ the tape learns why, as a `SplitCause`. Nothing is remembered between requests, 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tokentape_bridge.chat_model import ChatModel, ended_by_token
 from tokentape_bridge.families import Family
 from tokentape_bridge.messages import TemplateMessage
 from tokentape_bridge.parents import Conversation, FindCalls, Parent, SplitCause, find_parent
+from tokentape_bridge.reasoning import Reasoning, reasoning_of, to_text, with_recorded
 from tokentape_bridge.verified_delta import Refused, Turn, check_messages_kept, verified_delta
 
 _logger = logging.getLogger(__name__)
@@ -41,13 +43,16 @@ class Prompt:
     parent: types_pb2.CallReference | None = None
     parent_token_ids: Sequence[int] = ()
     """The parent's prompt and completion, where they were wanted."""
+    parent_reasoning: Reasoning | None = None
+    """The reasoning that these have."""
     split_cause: SplitCause = types_pb2.SPLIT_CAUSE_UNSPECIFIED
 
     def put_into(self, call: GenerateRequest, conversation: Conversation) -> None:
         """Make it the prompt of `call`, with what a later request needs to find the call."""
         call.prompt_token_ids.extend(self.token_ids)
         call.anchor = conversation.anchor
-        call.context_fingerprint = conversation.context
+        reasoning = reasoning_of(conversation.messages) if self.parent_reasoning is None else self.parent_reasoning
+        call.context_fingerprint = ".".join(filter(None, (conversation.context, to_text(reasoning))))
         if self.parent is not None:
             call.parent.CopyFrom(self.parent)
         else:
@@ -74,9 +79,16 @@ async def continue_or_render(
         delta = await _continue(chat, conversation, parent, find_calls, tape_id)
     except Refused as refusal:
         if refusal.cause != types_pb2.SPLIT_CAUSE_NEW_CONVERSATION:
-            _logger.info("a new sample begins on tape %s: %s", tape_id, refusal)
+            # Whoever has a tape's id may write to it.
+            tape = hashlib.sha256(tape_id.encode()).hexdigest()[:8]
+            _logger.info("a new sample begins on a tape (SHA-256 of its id: %s): %s", tape, refusal)
         return Prompt(await asyncio.to_thread(chat.render, conversation), split_cause=refusal.cause)
-    return Prompt(delta, parent=parent.reference, parent_token_ids=[*parent.call.prompt_token_ids, *parent.token_ids])
+    return Prompt(
+        delta,
+        parent=parent.reference,
+        parent_token_ids=[*parent.call.prompt_token_ids, *parent.token_ids],
+        parent_reasoning=parent.reasoning_with_answer(conversation.answers[0]),
+    )
 
 
 async def _continue(
@@ -104,7 +116,7 @@ async def _prompt_of(parent: Parent, find_calls: FindCalls, tape_id: str) -> Seq
 def _delta(chat: ChatModel, conversation: Conversation, parent: Parent) -> list[int]:
     last = conversation.answers[0]
     turn = Turn(
-        messages=conversation.messages[:last],
+        messages=with_recorded(conversation.messages[:last], parent.prompt_reasoning),
         answer=parent.answer.as_template_message(),
         completion_token_ids=parent.token_ids,
         ended_by_token=ended_by_token(parent.completion),

@@ -36,9 +36,9 @@ class Family:
     @classmethod
     def load(cls, name: str, tokenizer: object) -> Family:
         """Return the family `name` ("qwen3", "gpt-oss", …) for a transformers tokenizer. Raises `FamilyError`."""
-        import renderers  # noqa: PLC0415 - takes a second, and most bridges need none
-
         try:
+            import renderers  # noqa: PLC0415 - takes a second, and most bridges need none
+
             config: Any = renderers.config_from_name(name)
             configs = config, type(config)(thinking_retention="all")
             plain, keeping = (renderers.create_renderer(tokenizer, each) for each in configs)
@@ -61,8 +61,9 @@ class Family:
                 )
             )
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            problem = f"messages: the renderer cannot render them ({type(error).__name__}: {error})"
-            raise ApiError(problem[:300], param="messages", code="chat_template_error") from error
+            # Its words may quote the messages.
+            problem = f"messages: the renderer cannot render them ({type(error).__name__})"
+            raise ApiError(problem, param="messages", code="chat_template_error") from None
 
     def parse(
         self,

@@ -8,9 +8,12 @@ Several calls may have: then the one whose very ids the client echoes, else the 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import grpc.aio
 
 from tokentape.v1 import types_pb2
 from tokentape.v1.tape_pb2 import FindCallsRequest, FindCallsResponse
@@ -18,7 +21,10 @@ from tokentape_bridge.anchors import anchor, context_fingerprint
 from tokentape_bridge.answers import Answer
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.messages import TemplateMessage
+from tokentape_bridge.reasoning import Reasoning, fingerprint, from_text, is_edited
 from tokentape_bridge.verified_delta import Frame, Refused
+
+_logger = logging.getLogger(__name__)
 
 FindCalls = Callable[[FindCallsRequest], Awaitable[FindCallsResponse]]
 """`TapeService.FindCalls`."""
@@ -85,6 +91,16 @@ class Parent:
     """Whether the tape wants sampled reasoning kept where the template would leave it out."""
 
     @property
+    def prompt_reasoning(self) -> Reasoning:
+        """The reasoning that its prompt has."""
+        return _recorded(self.call)[2]
+
+    def reasoning_with_answer(self, index: int) -> Reasoning:
+        """Return that and its answer's, which stands at `index`."""
+        digest = fingerprint(self.answer.reasoning)
+        return {**self.prompt_reasoning, index: digest} if digest else self.prompt_reasoning
+
+    @property
     def token_ids(self) -> Sequence[int]:
         """The completion."""
         return self.call.choices[self.choice].token_ids
@@ -111,12 +127,17 @@ async def find_parent(
         FindCallsRequest(
             tape_id=tape_id,
             anchors=[await asyncio.to_thread(lambda: before.anchor)],
-            include_prompts=with_prompt or bool(conversation.echoed_token_ids),
+            include_prompts=with_prompt,
         )
     )
     matches = await asyncio.to_thread(_matches, chat, before, conversation.messages[answers[0]], found.calls)
     if not matches:
         raise Refused(await _why_unmatched(chat, conversation, find_calls, tape_id))
+    matches = [match for match in matches if not is_edited(before.messages, _recorded(match[0])[2])]
+    if not matches:
+        raise Refused(types_pb2.SPLIT_CAUSE_HISTORY_EDITED, "the reasoning of an earlier answer is another")
+    if len(matches) > 1:
+        matches = await _with_echoed_ids(matches, conversation, find_calls, tape_id) or matches
     call, choice, answer = _choose(matches, conversation)
     _check_context(conversation, call)
     if not _is_complete(call, choice):
@@ -156,23 +177,37 @@ def _readings(chat: ChatModel, before: Conversation, choice: FindCallsResponse.F
 
 
 def _choose(matches: Sequence[_Match], conversation: Conversation) -> _Match:
-    """Return the match with the echoed ids, else the latest: better one of the same tools, better a complete one."""
-    for match in reversed(matches):
-        if _has_ids(match, conversation.echoed_token_ids):
-            return match
+    """Return the latest match, but better one of the same tools, and better a complete one."""
     context = conversation.context
 
     def fitness(match: _Match) -> tuple[bool, bool]:
         call, choice, _ = match
-        return call.context_fingerprint == context, _is_complete(call, choice)
+        return ".".join(_recorded(call)[:2]) == context, _is_complete(call, choice)
 
     return max(reversed(matches), key=fitness)
 
 
-def _has_ids(match: _Match, token_ids: Sequence[int]) -> bool:
-    """Whether prompt and completion, where the prompt was asked for, are these ids."""
+async def _with_echoed_ids(
+    matches: Sequence[_Match], conversation: Conversation, find_calls: FindCalls, tape_id: str
+) -> list[_Match]:
+    """Return the matches of calls whose prompt and completion the client echoes."""
+    found = {call.call_id for call in await _echoed_calls(conversation, find_calls, tape_id)}
+    echoed = list(conversation.echoed_token_ids)
+    return [match for match in matches if match[0].call_id in found and _ends_with(echoed, match)]
+
+
+async def _echoed_calls(conversation: Conversation, find_calls: FindCalls, tape_id: str) -> Sequence[_FoundCall]:
+    """Return the calls whose prompt and one of whose completions are the echoed ids. Prompts do not travel back."""
+    echoed = conversation.echoed_token_ids
+    if not echoed or not all(0 <= token_id <= _UINT32_MAX for token_id in echoed):
+        return ()
+    return (await find_calls(FindCallsRequest(tape_id=tape_id, exact_token_ids=echoed))).calls
+
+
+def _ends_with(token_ids: list[int], match: _Match) -> bool:
     call, choice, _ = match
-    return bool(token_ids) and [*call.prompt_token_ids, *call.choices[choice].token_ids] == list(token_ids)
+    completion = list(call.choices[choice].token_ids)
+    return token_ids[len(token_ids) - len(completion) :] == completion
 
 
 def _is_complete(call: _FoundCall, choice: int) -> bool:
@@ -188,14 +223,18 @@ async def _why_unmatched(
 
     Where a call did give the last answer, by the ids that the client echoes, what was before it has been changed.
     """
+    last = conversation.answers[0]
     before = {index: conversation.before(index) for index in conversation.answers}
     anchors = await asyncio.to_thread(lambda: {index: part.anchor for index, part in before.items()})
-    echoed = [token_id for token_id in conversation.echoed_token_ids if 0 <= token_id <= _UINT32_MAX]
-    found = await find_calls(
-        FindCallsRequest(
-            tape_id=tape_id, anchors=list(anchors.values()), exact_token_ids=echoed, include_prompts=bool(echoed)
-        )
-    )
+    try:
+        echoed = await _echoed_calls(conversation, find_calls, tape_id)
+        if await asyncio.to_thread(_matches, chat, before[last], conversation.messages[last], echoed):
+            return types_pb2.SPLIT_CAUSE_HISTORY_EDITED
+        found = await find_calls(FindCallsRequest(tape_id=tape_id, anchors=list(anchors.values())))
+    except grpc.aio.AioRpcError as error:
+        # It is only an explanation.
+        _logger.warning("why a conversation is not continued cannot be said: %s", error.details())
+        return types_pb2.SPLIT_CAUSE_HISTORY_EDITED
     return await asyncio.to_thread(_explain, chat, conversation, anchors, found.calls)
 
 
@@ -203,10 +242,6 @@ def _explain(
     chat: ChatModel, conversation: Conversation, anchors: Mapping[int, str], calls: Sequence[_FoundCall]
 ) -> SplitCause:
     """Return the cause; `anchors` are those of the conversation before each answer, the last first."""
-    last = conversation.answers[0]
-    echoed = _matches(chat, conversation.before(last), conversation.messages[last], calls)
-    if any(_has_ids(match, conversation.echoed_token_ids) for match in echoed):
-        return types_pb2.SPLIT_CAUSE_HISTORY_EDITED
     next_was_asked = False
     for index, asked in anchors.items():
         given = [call for call in calls if call.anchor == asked]
@@ -218,8 +253,15 @@ def _explain(
 
 def _check_context(conversation: Conversation, call: _FoundCall) -> None:
     tools, _, arguments = conversation.context.partition(".")
-    recorded_tools, _, recorded_arguments = call.context_fingerprint.partition(".")
+    recorded_tools, recorded_arguments, _ = _recorded(call)
     if tools != recorded_tools:
         raise Refused(types_pb2.SPLIT_CAUSE_TOOLS_CHANGED)
     if arguments != recorded_arguments:
         raise Refused(types_pb2.SPLIT_CAUSE_TEMPLATE_ARGUMENTS_CHANGED)
+
+
+def _recorded(call: _FoundCall) -> tuple[str, str, Reasoning]:
+    """Return the fingerprints of a call's tools, template arguments and reasoning."""
+    tools, _, rest = call.context_fingerprint.partition(".")
+    arguments, _, reasoning = rest.partition(".")
+    return tools, arguments, from_text(reasoning)

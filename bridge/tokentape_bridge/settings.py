@@ -26,7 +26,7 @@ To record a request on a tape, give its id as metadata {"tape_id": "a.0123..."} 
 before the dot names the sidecar that holds the tape, so one bridge can serve many: repeat --sidecar. Requests without
 a tape go to the sidecar that has the fewest. GET /health answers 200 while a sidecar serves, else 503."""
 
-_SIDECAR_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_SIDECAR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,26 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         metavar="NAME=ADDRESS",
         help="a sidecar's name and its gRPC address, HOST:PORT or unix:/PATH; repeatable",
     )
+    _add_chat_options(parser)
+    add_server_options(parser, default_listen="127.0.0.1:8000")
+    options = parser.parse_args(arguments)
+    sidecars = dict[str, str](options.sidecar)
+    if len(sidecars) < len(options.sidecar):
+        parser.error("argument --sidecar: two sidecars have the same name")
+    return Settings(
+        sidecars=MappingProxyType(sidecars),
+        listen=options.listen,
+        chat=ChatSettings(
+            renderer=options.renderer,
+            reads_reasoning=options.reasoning_parser == "think",
+            continues=not options.no_continuation,
+        ),
+        ready_file=options.ready_file,
+        log_level=options.log_level,
+    )
+
+
+def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--renderer",
         metavar="NAME",
@@ -85,22 +105,6 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         "--no-continuation",
         action="store_true",
         help="render every prompt anew, so that each call on a tape begins a new sample; for comparison",
-    )
-    add_server_options(parser, default_listen="127.0.0.1:8000")
-    options = parser.parse_args(arguments)
-    sidecars = dict[str, str](options.sidecar)
-    if len(sidecars) < len(options.sidecar):
-        parser.error("argument --sidecar: two sidecars have the same name")
-    return Settings(
-        sidecars=MappingProxyType(sidecars),
-        listen=options.listen,
-        chat=ChatSettings(
-            renderer=options.renderer,
-            reads_reasoning=options.reasoning_parser == "think",
-            continues=not options.no_continuation,
-        ),
-        ready_file=options.ready_file,
-        log_level=options.log_level,
     )
 
 

@@ -48,6 +48,7 @@ HEALTH_TIMEOUT_SECONDS = 0.8
 _MODEL_TIMEOUT_SECONDS = 10
 _TOKENIZER_TIMEOUT_SECONDS = 60
 _RETRY_SECONDS = 0.3
+_MOST_RETRY_SECONDS = 10
 
 _loaded: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()
 """By their archive's SHA-256: sidecars of one model share its tokenizer."""
@@ -74,8 +75,12 @@ class Sidecar:
         self.address = address
         self.in_flight = 0
         """Requests being served by it."""
+        self.serves = False
+        """Whether it serves, by its own word; other calls than its health checks may be answered all the same."""
         self.served_now: Served | None = None
-        """What it serves; None while it is not serving, or not known yet."""
+        """What it serves; None while that is not known yet."""
+        self._problem = ""
+        """Why it cannot be used although it serves; empty: it can, or does not serve."""
         self._channel = dial(address)
         self._generation = GenerationServiceStub(self._channel)
         self._tapes = TapeServiceStub(self._channel)
@@ -92,21 +97,33 @@ class Sidecar:
 
     async def run(self) -> None:
         """Follow the sidecar's health until cancelled, and learn what it serves as soon as it does."""
+        delay = _RETRY_SECONDS
         while True:
             try:
                 async for update in self._watch_health(HealthCheckRequest(), wait_for_ready=True):
-                    if update.status == HealthCheckResponse.SERVING:
-                        await self.served()
-                        _logger.info("sidecar %s at %s serves", self.name, self.address)
-                    else:
-                        await self._forget()
-                        _logger.warning("sidecar %s at %s does not serve", self.name, self.address)
+                    await self._follow(update.status)
+                    delay = _RETRY_SECONDS
             except grpc.aio.AioRpcError as error:
+                self._problem = ""
                 _logger.warning("sidecar %s at %s is gone: %s", self.name, self.address, error.details())
-            except Exception:
-                _logger.exception("sidecar %s at %s cannot be used", self.name, self.address)
+            except Exception as error:
+                delay = min(2 * delay, _MOST_RETRY_SECONDS)
+                # Its traceback comes once.
+                is_new = self._problem != str(error)
+                self._problem = str(error)
+                _logger.error("sidecar %s at %s cannot be used", self.name, self.address, exc_info=is_new)
             await self._forget()
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(delay)
+
+    async def _follow(self, status: HealthCheckResponse.ServingStatus.ValueType) -> None:
+        if status == HealthCheckResponse.SERVING:
+            self.serves = True
+            await self.served()
+            self._problem = ""
+            _logger.info("sidecar %s at %s serves", self.name, self.address)
+        else:
+            await self._forget()
+            _logger.warning("sidecar %s at %s does not serve", self.name, self.address)
 
     async def health(self) -> str | None:
         """Return None when the sidecar serves right now and its tokenizer is loaded, else why not."""
@@ -116,11 +133,19 @@ class Sidecar:
             return f"{error.code().name}: {error.details()}"
         if answer.status != HealthCheckResponse.SERVING:
             return HealthCheckResponse.ServingStatus.Name(answer.status)
-        return "its tokenizer is being loaded" if self.served_now is None else None
+        if self.serves and self.served_now is not None:
+            own_name = self.served_now.model.sidecar_name
+            return None if own_name == self.name else f"is named {own_name!r}, not {self.name!r}: it has no such tapes"
+        return self._problem or "its tokenizer is being loaded"
 
     async def served(self) -> Served:
-        """Return what the sidecar serves, asking it if need be. Raises `AioRpcError` while it cannot say."""
+        """Return what the sidecar serves, asking it if need be.
+
+        Raises `ApiError` at once while it does not serve or cannot be used, `AioRpcError` while it cannot say.
+        """
         async with self._loading:
+            if not self.serves:
+                raise _unusable(self._problem) if self._problem else _not_serving(self.name)
             if self.served_now is None:
                 model = await self._generation.GetModel(GetModelRequest(), timeout=_MODEL_TIMEOUT_SECONDS)
                 self._tokenizer = await self._load_tokenizer()
@@ -165,8 +190,7 @@ class Sidecar:
         try:
             family = Family.load(name, tokenizer.transformers_tokenizer) if name else None
         except FamilyError as error:
-            _logger.exception("--renderer %s does not fit sidecar %s", name, self.name)
-            raise _unusable(error) from error
+            raise _unusable(str(error)) from error
         return ChatModel(
             tokenizer,
             stop_token_ids=model.eos_token_ids,
@@ -175,6 +199,7 @@ class Sidecar:
         )
 
     async def _forget(self) -> None:
+        self.serves = False
         # The lock lets a load in progress end first, so that it cannot bring back what is forgotten here.
         async with self._loading:
             self.served_now = None
@@ -189,14 +214,22 @@ class Sidecar:
             archive = await _receive(first, pieces)
             return await asyncio.to_thread(_unpack_and_load, archive, first.sha256)
         except (ArchiveError, TokenizerError) as error:
-            _logger.exception("sidecar %s has no usable tokenizer", self.name)
-            raise _unusable(error) from error
+            raise _unusable(str(error)) from error
         finally:
             call.cancel()
 
 
-def _unusable(error: Exception) -> ApiError:
-    return ApiError(str(error), code="tokenizer_unusable", status=500, error_type="server_error")
+def _unusable(problem: str) -> ApiError:
+    return ApiError(problem, code="tokenizer_unusable", status=500, error_type="server_error")
+
+
+def _not_serving(name: str) -> ApiError:
+    return ApiError(
+        f"the sidecar {name} does not serve",
+        code="sidecar_unavailable",
+        status=503,
+        error_type="service_unavailable",
+    )
 
 
 async def _receive(first: GetTokenizerResponse, rest: AsyncIterator[GetTokenizerResponse]) -> bytes:

@@ -12,7 +12,7 @@ from tokentape_bridge.errors import ApiError
 from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.sidecar import Served, Sidecar
 
-_TAPE_ID = re.compile(r"(?P<sidecar>[A-Za-z0-9_-]+)\.[0-9a-f]{32}")
+_TAPE_ID = re.compile(r"(?P<sidecar>[A-Za-z0-9][A-Za-z0-9_-]{0,63})\.[0-9a-f]{32}")
 
 
 class SidecarPool:
@@ -26,8 +26,8 @@ class SidecarPool:
         """Return the sidecar for a request, and what it serves.
 
         `tape_id` is empty for a request without a tape, `model` is None where it names none. Raises `ApiError`: a tape
-        id is malformed or names no sidecar of ours (400), nobody serves the model (404). Raises `AioRpcError` when the
-        sidecar does not answer.
+        id is malformed or names no sidecar of ours (400), nobody serves the model (404), the sidecar does not serve
+        (503). Raises `AioRpcError` when it does not answer.
         """
         sidecar = self._owner(tape_id) if tape_id else self._least_busy(model)
         served = await sidecar.served()
@@ -46,7 +46,7 @@ class SidecarPool:
         return dict(zip(self._sidecars, problems, strict=True))
 
     async def models(self) -> list[GetModelResponse]:
-        """Return the models served now, one of each name. Raises `AioRpcError` when no sidecar answers."""
+        """Return the models served now, one of each name. Raises as `choose` does when no sidecar serves."""
         _, served = await self.choose("", None)
         models = [served.model, *(known.model for known in self._known())]
         return list({model.name: model for model in models}.values())
@@ -71,14 +71,15 @@ class SidecarPool:
     def _least_busy(self, model: str | None) -> Sidecar:
         """Prefer a sidecar known to serve `model`, then one that serves anything, then any (which may yet answer)."""
 
-        def rank(sidecar: Sidecar) -> tuple[bool, bool, int]:
+        def rank(sidecar: Sidecar) -> tuple[bool, bool, bool, int]:
             served = sidecar.served_now
-            return served is None, served is None or model not in (None, served.model.name), sidecar.in_flight
+            is_other = served is None or model not in (None, served.model.name)
+            return not sidecar.serves, served is None, is_other, sidecar.in_flight
 
         return min(self._sidecars.values(), key=rank)
 
     def _known(self) -> list[Served]:
-        return [sidecar.served_now for sidecar in self._sidecars.values() if sidecar.served_now is not None]
+        return [it.served_now for it in self._sidecars.values() if it.serves and it.served_now is not None]
 
     def _model_names(self, served: Served) -> str:
         return ", ".join(sorted({served.model.name, *(known.model.name for known in self._known())}))

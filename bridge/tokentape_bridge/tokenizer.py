@@ -26,6 +26,9 @@ _logger = logging.getLogger(__name__)
 _CONTROL = re.compile("<[|\N{FULLWIDTH VERTICAL LINE}].*[|\N{FULLWIDTH VERTICAL LINE}]>")
 """What tokens that structure a conversation look like, where a vocabulary does not call them special (DeepSeek's)."""
 
+_RAISE = re.compile(r"""raise_exception\(\s*(["'])(.*?)\1\s*\)""")
+"""Where a chat template refuses messages, in words of its own."""
+
 
 class TokenizerError(Exception):
     """The files hold no tokenizer that transformers can load without running code from them."""
@@ -55,11 +58,10 @@ class Tokenizer:
         self.sha256 = sha256
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
-        self._special_texts = frozenset(
-            token.content for token in added.values() if token.special or _CONTROL.fullmatch(token.content)
-        )
-        longest_first = sorted(self._special_texts, key=len, reverse=True)
+        special = {token.content for token in added.values() if token.special or _CONTROL.fullmatch(token.content)}
+        longest_first = sorted(special, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._complaints = [match[2] for match in _RAISE.finditer(str(tokenizer.chat_template))]
         self.added_token_ids = frozenset(added)
         """The ids that `encode` gives to whole texts, whatever stands around them."""
         self._bytes = TokenBytes(tokenizer.backend_tokenizer)
@@ -100,11 +102,6 @@ class Tokenizer:
     def template_mentions(self, text: str) -> bool:
         """Whether the chat template has `text` in it, so that it may write it into a prompt."""
         return text in str(self._tokenizer.chat_template)
-
-    @property
-    def special_texts(self) -> frozenset[str]:
-        """The texts that `encode` takes for special tokens, and for other marks of a turn's structure."""
-        return self._special_texts
 
     def render(
         self,
@@ -149,13 +146,16 @@ class Tokenizer:
                 **template_arguments,
             )
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A template is a program over the client's messages; what it stumbles over is the client's to mend.
-            _logger.info("the chat template failed", exc_info=error)
-            problem = f"messages: the chat template cannot render them ({type(error).__name__}: {error})"
-            raise ApiError(problem[:300], param="messages", code="chat_template_error") from error
+            # A template is a program over the client's messages; what it stumbles over is the client's to mend. An
+            # error may quote the messages, and is not repeated but for the template's own words.
+            own = next((words for words in self._complaints if words == str(error)), "")
+            kind = type(error).__name__
+            _logger.info("the chat template failed: %s", kind)
+            problem = f"messages: the chat template cannot render them ({kind}{own and ': '}{own})"
+            raise ApiError(problem[:300], param="messages", code="chat_template_error") from None
 
     def spells_special_token(self, value: object) -> bool:
-        """Whether a text, or any text in a JSON value, has that of a special token in it."""
+        """Whether a text, or any text in a JSON value, has that of a special token, or of another mark of structure."""
         return any(self._special_pattern.search(text) for text in _texts_in(value))
 
     def shield(

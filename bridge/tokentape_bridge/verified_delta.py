@@ -124,17 +124,29 @@ def verified_delta(
 
 
 def check_messages_kept(chat: ChatText, delta: Sequence[int], new_messages: Sequence[TemplateMessage]) -> None:
-    """Raise `Refused` unless the text of each new message, as it is or as a JSON string, is in the delta."""
+    """Raise `Refused` unless the texts of the new messages, as they are or as JSON strings, are in the delta in order.
+
+    No two may be the same place of it.
+    """
     text = chat.decode(delta, skip_special_tokens=False)
+    position = 0
     for message in new_messages:
         content = str(message.get("content") or "").strip()
         forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])
-        # Some tokenizers normalise text: what they make of the message is what must be there.
-        if not any(
-            form in text or chat.decode(chat.encode_shielded(form, {}), skip_special_tokens=False).strip() in text
-            for form in forms
-        ):
+        end = _end_of_first(text, forms, position)
+        if end is None:
+            # Some tokenizers normalise text: what they make of the message is what must be there.
+            made = [chat.decode(chat.encode_shielded(form, {}), skip_special_tokens=False).strip() for form in forms]
+            end = _end_of_first(text, made, position)
+        if end is None:
             raise Refused(types_pb2.SPLIT_CAUSE_MESSAGE_LOST, f"a {message.get('role')} message is not in the delta")
+        position = end
+
+
+def _end_of_first(text: str, forms: Sequence[str], start: int) -> int | None:
+    """Return where the first of the forms ends that is in the text from `start` on."""
+    places = ((text.find(form, start), form) for form in forms)
+    return min((place + len(form) for place, form in places if place >= 0), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,21 +104,19 @@ class Talk:
         stop_token_id: int | None = None,
     ) -> Said:
         """Make a call of the conversation `messages`, for which the engine samples `completion`."""
-        parsed = [Message.model_validate(message) for message in messages]
         conversation = Conversation(
-            to_template_messages(parsed),
+            to_template_messages([Message.model_validate(message) for message in messages]),
             tools,
             template_arguments or {},
             add_generation_prompt=add_generation_prompt,
             echoed_token_ids=echoed_token_ids,
         )
         prompt = await continue_or_render(
-            self.chat, conversation, self._find_calls, tape_id=self.tape_id, with_whole=with_whole
+            self.chat, conversation, self.find_calls, tape_id=self.tape_id, with_whole=with_whole
         )
         request = GenerateRequest(tape_id=self.tape_id)
         prompt.put_into(request, conversation)
-        tape = self._tapes.writable(self.tape_id)
-        record = await self._calls.start(convert.call_request_from_proto(request), tape)
+        record = await self._calls.start(convert.call_request_from_proto(request), self._tapes.writable(self.tape_id))
         stop_reason = stop_token_id if stop_string is None else stop_string
         self._engine.finish(record.call_id, *completion, reason=reason, stop_reason=stop_reason)
         finished = types_pb2.Completion(finish_reason=_FINISH_REASONS[reason], token_count=len(completion))
@@ -136,7 +134,8 @@ class Talk:
             self.chat.parse(completion, finished, conversation, with_tools=True),
         )
 
-    async def _find_calls(self, request: FindCallsRequest) -> FindCallsResponse:
+    async def find_calls(self, request: FindCallsRequest) -> FindCallsResponse:
+        """Ask the tape, as the continuation does."""
         self.requests.append(request)
         found = await self._servicer.FindCalls(request, cast("Context", None))  # which it does not use
         self.responses.append(found)

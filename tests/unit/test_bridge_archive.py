@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import random
 import tarfile
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def test_plain_files_come_out(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", ".", "a\\b", "tokenization_x.py", "x.so", "x.pyc"])
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", ".", "a\\b", "tokenization_x.py", "x.so", "x.txt"])
 def test_odd_names_stay_inside(tmp_path: Path, name: str) -> None:
     inside = tmp_path / "deep" / "inside"
     inside.mkdir(parents=True)
@@ -59,10 +60,28 @@ def test_only_files(tmp_path: Path, kind: bytes) -> None:
 def test_a_small_archive_of_much_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "MAX_UNPACKED_BYTES", 1000)
     with pytest.raises(ArchiveError, match="1000 bytes"):
-        unpack(packed(("a", b"0" * 600), ("b", b"0" * 600)), tmp_path)
+        unpack(packed(("vocab.json", b"0" * 600), ("vocab.txt", b"0" * 600)), tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"no tar", packed(("a", b"0" * 9999))[:-20]])
+def test_headers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "MAX_UNPACKED_BYTES", 100_000)
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("vocab.json")
+        member.pax_headers = {"comment": "a" * 1_000_000}
+        tar.addfile(member)
+    with pytest.raises(ArchiveError, match="100000 bytes"):
+        unpack(data.getvalue(), tmp_path)
+
+
+def test_damaged_data_is_refused(tmp_path: Path) -> None:
+    data = bytearray(packed(("vocab.json", random.Random(0).randbytes(100_000).hex().encode())))
+    data[50_000:50_200] = b"\xff" * 200
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        unpack(bytes(data), tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"no tar", packed(("vocab.json", b"0" * 9999))[:-20]])
 def test_broken_archives_are_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ArchiveError, match="cannot be read"):
         unpack(data, tmp_path)

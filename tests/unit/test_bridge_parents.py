@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from support.agent import TOOLS, user
 from support.talk import Json, Talk
 from support.tokenizers import LoadChatModel
+from tokentape.v1.tape_pb2 import FindCallsRequest, FindCallsResponse
 from tokentape_bridge.anchors import anchor, context_fingerprint
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_sidecar.engine import FinishReason
@@ -63,6 +65,33 @@ async def test_an_answer_that_only_aborted_calls_gave_is_incomplete(chat: ChatMo
     first = await talk.ask([QUESTION], [34], reason=FinishReason.ABORT)
     history = [QUESTION, first.echo, GO_ON]
     assert (await talk.ask(history, [IM_END], echoed_token_ids=ids)).cause == "parent_incomplete"
+
+
+@pytest.mark.parametrize("edited", [False, True])
+async def test_the_echoed_ids_decide_and_no_prompt_travels(chat: ChatModel, edited: bool) -> None:
+    talk = Talk(chat)
+    first = await talk.ask([QUESTION], [843, 15439, IM_END])
+    await talk.ask([QUESTION], [3113, IM_END])
+    asked = user("Edited.") if edited else QUESTION
+    history = [asked, first.echo, GO_ON]
+    said = await talk.ask(history, [IM_END], echoed_token_ids=first.whole, with_whole=False)
+    assert said.cause == ("history_edited" if edited else "")
+    assert edited or (said.prompt.parent is not None and said.prompt.parent.call_id == first.call_id)
+    assert not any(call.prompt_token_ids for response in talk.responses for call in response.calls)
+
+
+async def test_an_explanation_that_fails_is_an_edit(chat: ChatModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(chat)
+    first = await talk.ask([QUESTION], [34, IM_END])
+    find_calls = talk.find_calls
+
+    async def fail_later(request: FindCallsRequest) -> FindCallsResponse:
+        if talk.requests:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata())
+        return await find_calls(request)
+
+    monkeypatch.setattr(talk, "find_calls", fail_later)
+    assert (await talk.ask([user("Edited."), first.echo, GO_ON], [IM_END])).cause == "history_edited"
 
 
 async def test_answers_read_in_any_way_that_a_request_may_ask_for(chat: ChatModel) -> None:
@@ -123,6 +152,10 @@ def answer(**fields: Any) -> Json:
     return {"role": "assistant", "content": "a", **fields}
 
 
+def called(**arguments: Any) -> Json:
+    return {"function": {"name": "ls", "arguments": arguments}}
+
+
 CALL: Json = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": {"p": 1, "q": 2}}}
 
 
@@ -137,6 +170,8 @@ CALL: Json = {"id": "c1", "type": "function", "function": {"name": "ls", "argume
             answer(tool_calls=[{"function": {"arguments": {"q": 2, "p": 1}, "name": "ls"}}]),
             True,
         ),
+        (answer(tool_calls=[called(p=1)]), answer(tool_calls=[called(p=1.0)]), True),
+        (answer(tool_calls=[called(p=1)]), answer(tool_calls=[called(p=True)]), False),
         (answer(), answer(content="b"), False),
         (answer(), answer(tool_calls=[CALL]), False),
         (user("a"), user("a "), False),
