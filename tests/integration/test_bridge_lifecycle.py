@@ -134,7 +134,12 @@ def test_a_request_names_the_sidecar_by_its_model(start_bridge: StartBridge, sta
 
 
 def test_a_sidecar_of_another_name_is_reported(start_bridge: StartBridge, start_sidecar: StartSidecar) -> None:
-    bridge = start_bridge(a=start_sidecar(script("toy", ANSWERS), name="b").address).wait_healthy()
+    bridge = start_bridge(a=start_sidecar(script("toy", ANSWERS), name="b").address)
+    deadline = time.monotonic() + 10
+    while "is named 'b', not 'a'" not in (answer := bridge.client.get("/health")).text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert answer.status_code == 503
     assert "is named 'b', not 'a'" in bridge.log
 
 
