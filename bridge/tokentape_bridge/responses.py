@@ -64,7 +64,8 @@ def chat_completion(
             "completion_tokens": completion_tokens,
             "total_tokens": call.prompt_token_count + completion_tokens,
         },
-        "tokentape": _extension(tape_id, call.call_id, prompt),
+        "tokentape": _extension(tape_id, call.call_id, prompt)
+        | {"special_token_text": chat.tokenizer.spells_special_token(conversation.messages)},
     }
     if ids is not None:
         body["prompt_token_ids"] = ids

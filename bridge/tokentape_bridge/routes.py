@@ -95,5 +95,9 @@ async def create_chat_completion(
 
 def _headers(answer: Json) -> dict[str, str]:
     """Return the answer's extension object as headers, each as far as it has a value."""
-    extension: dict[str, str | None] = answer["tokentape"]
-    return {f"x-{key.replace('_', '-')}": value for key, value in extension.items() if value is not None}
+    extension: dict[str, str | bool | None] = answer["tokentape"]
+    return {
+        f"x-{key.replace('_', '-')}": value if isinstance(value, str) else str(value).lower()
+        for key, value in extension.items()
+        if value is not None
+    }

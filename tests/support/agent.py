@@ -46,7 +46,8 @@ class Agent:
         assert response.status_code == 200, response.text
         body = response.json()
         for key, value in body["tokentape"].items():
-            assert response.headers.get(f"x-{key.replace('_', '-')}") == value
+            told = str(value).lower() if isinstance(value, bool) else value
+            assert response.headers.get(f"x-{key.replace('_', '-')}") == told
         return body
 
     def turn(self, **fields: Any) -> Json:
