@@ -17,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from support.real_engine import load_engine, record_emitted
+from support.real_engine import load_engine, record_emitted, shut_down
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.openrlhf import AgentExecutor
 
@@ -62,7 +62,7 @@ class SecondTimeLucky(AgentExecutor):
 async def actor(model_directory: Path) -> AsyncGenerator[Actor]:
     llm = load_engine(model_directory, max_model_len=2048)
     yield Actor(llm)
-    await asyncio.to_thread(llm.shutdown)
+    await shut_down(llm)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 from support import rerender, tool_rollouts
-from support.real_engine import Emitted, load_engine, record_emitted, requests_of
+from support.real_engine import Emitted, load_engine, record_emitted, requests_of, shut_down
 from support.scripted import sidecar_on
 from tokentape.channel import dial
 from tokentape.v1 import tape_pb2, types_pb2
@@ -110,7 +110,7 @@ async def stack(model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
     )
     group = ServiceGroup(settings.log_directory)
     async with AsyncExitStack() as services:
-        services.callback(llm.shutdown)
+        services.push_async_callback(shut_down, llm)
         services.callback(group.stop)
         sidecars: dict[str, str] = {}
         for name, directory in directories.items():

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 import pytest_asyncio
 
-from support.real_engine import load_engine
+from support.real_engine import load_engine, shut_down
 from support.scripted import RunningSidecar, sidecar_on
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_executor import tape_client
@@ -115,7 +115,7 @@ async def recorded(request: pytest.FixtureRequest, model_directory: Path) -> Asy
         async with sidecar_on(VllmEngine.attach(llm)) as running:
             tape = await roll_out(running, tokenizer)
     finally:
-        await asyncio.to_thread(llm.shutdown)
+        await shut_down(llm)
     model = loader.from_pretrained(str(model_directory), dtype=torch.bfloat16)
     yield Recorded(tape, tape.trajectory(), LogprobsMode(mode), model, tokenizer)
 

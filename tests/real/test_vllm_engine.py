@@ -19,7 +19,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from support.real_engine import Emitted, load_engine, record_emitted, requests_of
+from support.real_engine import Emitted, load_engine, record_emitted, requests_of, shut_down
 from support.refusals import refused
 from support.scripted import RunningSidecar, sidecar_on
 from support.sidecar_client import Generated, sampled_on
@@ -88,7 +88,7 @@ class RealEngine:
 async def engine(model_directory: Path) -> AsyncGenerator[RealEngine]:
     llm = load_engine(model_directory)
     yield RealEngine(llm, model_directory)
-    await asyncio.to_thread(llm.shutdown)
+    await shut_down(llm)
 
 
 @pytest.fixture(params=["direct", "public"])

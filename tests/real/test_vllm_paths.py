@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 import pytest_asyncio
 
-from support.real_engine import Emitted, load_engine, record_emitted, requests_of
+from support.real_engine import Emitted, load_engine, record_emitted, requests_of, shut_down
 from support.scripted import RunningSidecar, sidecar_on
 from support.sidecar_client import Generated
 from support.waiting import eventually
@@ -50,7 +50,7 @@ REQUESTS = {
 async def llm(model_directory: Path) -> AsyncGenerator[AsyncLLM]:
     engine = load_engine(model_directory)
     yield engine
-    await asyncio.to_thread(engine.shutdown)
+    await shut_down(engine)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

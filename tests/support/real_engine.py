@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +24,7 @@ def load_engine(
     max_model_len: int = 1024,
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs"] = "processed_logprobs",
 ) -> AsyncLLM:
-    """Load an engine as a trainer does, in this process; shut it down by its `shutdown`."""
+    """Load an engine as a trainer does, in this process; end it by `shut_down`."""
     os.environ |= CPU_ENVIRONMENT
     from vllm import AsyncEngineArgs  # noqa: PLC0415 - reads the environment
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
@@ -37,6 +38,12 @@ def load_engine(
             logprobs_mode=logprobs_mode,
         )
     )
+
+
+async def shut_down(engine: AsyncLLM) -> None:
+    """Shut an engine down, once: its destructor would do so again when parts of Python are gone already."""
+    await asyncio.to_thread(engine.shutdown)
+    engine.shutdown = lambda timeout=None: None
 
 
 def record_emitted(engine: AsyncLLM) -> Emitted:
