@@ -30,9 +30,10 @@ from tests.support import tool_rollouts
 from tests.support.rerender import Drift, compare, conversation, repeated, rerender
 
 from tokentape.channel import dial
-from tokentape_executor.executor import NemoGymExecutor, Rollout
+from tokentape_executor.executor import NemoGymExecutor
 from tokentape_executor.nemo_gym import NemoGym
 from tokentape_executor.processes import ChildProcess
+from tokentape_executor.rollout import Rollout
 from tokentape_executor.services import Bridge, ServiceGroup
 from tokentape_executor.settings import ExecutorSettings
 from tokentape_executor.tape_client import TapeClient

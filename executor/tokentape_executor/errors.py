@@ -25,6 +25,10 @@ class ImagesUnsupported(ExecutorError):
     """Prompts with images are not supported: they would need the image's placeholder tokens on the tape."""
 
 
+class PromptRefused(ExecutorError):
+    """A prompt that already carries the chat template's markup, and not in the one form that can be unwrapped."""
+
+
 class RolloutError(ExecutorError):
     """One rollout failed."""
 
@@ -58,6 +62,12 @@ class SidecarFailed(RolloutError):
     """The sidecar had an error of its own."""
 
 
+class PolicyUnavailable(RolloutError):
+    """No bridge serves the policy, or it stopped while a rollout needed it."""
+
+    retryable = True
+
+
 class AgentUnavailable(RolloutError):
     """The agent's server could not be reached, or dropped the connection."""
 
@@ -65,7 +75,21 @@ class AgentUnavailable(RolloutError):
 
 
 class AgentFailed(RolloutError):
-    """The agent ran and reported an error, or returned no reward."""
+    """The agent ran and raised or reported an error."""
+
+    retryable = True
+
+
+class RewardInvalid(RolloutError):
+    """The agent ran and returned no reward, or one that is not a finite number."""
+
+    retryable = True
+
+
+class RolloutTimeout(RolloutError):
+    """The rollout, or one turn of it, took longer than its limit."""
+
+    retryable = True
 
 
 class TapeInconsistent(RolloutError):
@@ -74,6 +98,8 @@ class TapeInconsistent(RolloutError):
 
 class NothingSampled(RolloutError):
     """The rollout ended without one sampled token, so there is nothing to train on."""
+
+    retryable = True
 
 
 _BY_STATUS: dict[grpc.StatusCode, type[RolloutError]] = {

@@ -12,35 +12,14 @@ import contextlib
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from tokentape.v1 import types_pb2
 from tokentape_executor.assembler import Assembler
 from tokentape_executor.errors import AgentFailed, RolloutError
 from tokentape_executor.nemo_gym import NemoGym, Row
+from tokentape_executor.rollout import Outcome, Rollout
 from tokentape_executor.tape_client import NO_OPTIONS, OpenedTape, TapeClient, TapeOptions
-from tokentape_executor.trajectory import Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What an agent reports of one rollout."""
-
-    reward: float
-    truncated: bool
-    """Whether it ended because a limit was reached, as far as the agent knows."""
-    report: Mapping[str, Any]
-    """The whole report."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One rollout: what was sampled, and what it was worth."""
-
-    tape_id: str
-    trajectory: Trajectory
-    outcome: Outcome
 
 
 class TapeExecutor(ABC):

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from tokentape_executor.errors import AgentFailed, NothingSampled
-from tokentape_executor.executor import Rollout
+from tokentape_executor.rollout import Rollout
 from tokentape_executor.trajectory import Sample
 
 

@@ -6,14 +6,27 @@
 | TOKENTAPE_GYM_CONFIGS     | Gym's configuration files, separated by commas     | math_with_judge, vllm_model |
 | TOKENTAPE_GYM_OVERRIDES   | changes to them, Hydra's, split as in a shell      | none                        |
 | TOKENTAPE_GYM_AGENT       | the agent that runs rows without an `agent_ref`    | its simple agent            |
+| TOKENTAPE_GYM_URL         | head server of a running Gym to use instead        | none: one is started        |
+| TOKENTAPE_NODE_GROUP      | executors of one group on a node share its Gym and | in Ray: the job; else each  |
+|                           | bridge                                             | process has its own         |
+| TOKENTAPE_BRIDGE_OPTIONS  | more of `tokentape-bridge --help`, as in a shell   | none                        |
 | TOKENTAPE_START_TIMEOUT   | seconds that each process may take to be ready     | 120                         |
 | TOKENTAPE_ROLLOUT_TIMEOUT | seconds that one rollout may take; 0: no limit     | 0                           |
+| TOKENTAPE_TURN_TIMEOUT    | seconds from one call's end to the next; 0: none   | 0                           |
+| TOKENTAPE_MAX_TURNS       | most calls of one rollout; 0: no limit             | 0                           |
+| TOKENTAPE_MAX_SAMPLED     | most tokens sampled in one rollout; 0: no limit    | 0                           |
+| TOKENTAPE_KEEP_REASONING  | 1: later prompts keep reasoning that the template  | 0                           |
+|                           | would strip                                        |                             |
+| TOKENTAPE_RETRIES         | how often a failed rollout is run again            | 2                           |
+| TOKENTAPE_ON_FAILURE      | then `raise`, or `placeholder`: a sample of one    | raise                       |
+|                           | token, flagged                                     |                             |
 | TOKENTAPE_TAPE_KEEPING    | seconds that the sidecar keeps a rollout's tape    | 60                          |
 | TOKENTAPE_LOG_DIR         | where the processes' logs go; they are kept there  | a temporary directory       |
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import shlex
 import sys
@@ -32,6 +45,15 @@ GYM_AGENT = "math_with_judge_simple_agent"
 """The agent of that environment."""
 
 
+class OnFailure(enum.Enum):
+    """What becomes of a rollout that failed every time it was run."""
+
+    RAISE = "raise"
+    """The last error is raised."""
+    PLACEHOLDER = "placeholder"
+    """One token is sampled from the rollout's prompt and stands for it, with reward 0 and a flag."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutorSettings:
     """How the executor starts what it needs, and how long it waits."""
@@ -45,10 +67,31 @@ class ExecutorSettings:
     `++math_with_judge_simple_agent.responses_api_agents.simple_agent.max_steps=3`."""
     gym_agent: str = GYM_AGENT
     """The agent that runs rows which name none."""
+    gym_url: str | None = None
+    """`http://HOST:PORT` of the head server of a running Gym; none is started then, and `gym_venv`, `gym_configs` and
+    `gym_overrides` say nothing."""
+    node_group: str | None = None
+    """Executors of one group (and one user and one machine) share a bridge and a Gym. `None`: those of a Ray job do,
+    and outside Ray each process has its own."""
+    bridge_options: tuple[str, ...] = ()
+    """More options of `tokentape-bridge`."""
     start_timeout_seconds: float = 120.0
     """How long each process may take to be ready."""
     rollout_timeout_seconds: float | None = None
     """How long one rollout may take before it fails; `None`: as long as the agent needs."""
+    turn_timeout_seconds: float | None = None
+    """How long one turn may take, from a call's end (or the rollout's start) to the next call's end (or the
+    rollout's), before the rollout fails; `None`: as long as the agent needs."""
+    max_turns: int | None = None
+    """Most calls of one rollout; later ones are refused. `None`: any number."""
+    max_sampled_tokens: int | None = None
+    """Most tokens sampled in one rollout. `None`: any number."""
+    keep_reasoning: bool = False
+    """Whether later prompts keep reasoning that the chat template would strip."""
+    retries: int = 2
+    """How often a failed rollout is run again, from its start and on a new tape."""
+    on_failure: OnFailure = OnFailure.RAISE
+    """What becomes of it after that."""
     tape_time_to_live_seconds: float = 60.0
     """How long the sidecar keeps a tape after its last call and its last reader."""
     log_directory: Path | None = None
@@ -64,8 +107,17 @@ class ExecutorSettings:
             gym_configs=tuple(path.strip() for path in configs.split(",")) if configs else GYM_CONFIGS,
             gym_overrides=_words(environment, "TOKENTAPE_GYM_OVERRIDES"),
             gym_agent=environment.get("TOKENTAPE_GYM_AGENT") or GYM_AGENT,
+            gym_url=environment.get("TOKENTAPE_GYM_URL") or None,
+            node_group=environment.get("TOKENTAPE_NODE_GROUP") or None,
+            bridge_options=_words(environment, "TOKENTAPE_BRIDGE_OPTIONS"),
             start_timeout_seconds=_seconds(environment, "TOKENTAPE_START_TIMEOUT") or 120.0,
             rollout_timeout_seconds=_seconds(environment, "TOKENTAPE_ROLLOUT_TIMEOUT"),
+            turn_timeout_seconds=_seconds(environment, "TOKENTAPE_TURN_TIMEOUT"),
+            max_turns=_count(environment, "TOKENTAPE_MAX_TURNS") or None,
+            max_sampled_tokens=_count(environment, "TOKENTAPE_MAX_SAMPLED") or None,
+            keep_reasoning=bool(_count(environment, "TOKENTAPE_KEEP_REASONING")),
+            retries=2 if (retries := _count(environment, "TOKENTAPE_RETRIES")) is None else retries,
+            on_failure=_on_failure(environment, "TOKENTAPE_ON_FAILURE"),
             tape_time_to_live_seconds=_seconds(environment, "TOKENTAPE_TAPE_KEEPING") or 60.0,
             log_directory=Path(log_directory) if log_directory else None,
         )
@@ -89,3 +141,21 @@ def _seconds(environment: Mapping[str, str], name: str) -> float | None:
     if not 0 <= seconds < float("inf"):
         raise ValueError(f"{name}: {text!r} is not a number of seconds")
     return seconds or None
+
+
+def _count(environment: Mapping[str, str], name: str) -> int | None:
+    """Return a number, 0 or more; `None` where it is absent or empty."""
+    text = environment.get(name, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{name}: {text!r} is not a number, 0 or more")
+    return int(text)
+
+
+def _on_failure(environment: Mapping[str, str], name: str) -> OnFailure:
+    text = environment.get(name) or OnFailure.RAISE.value
+    try:
+        return OnFailure(text)
+    except ValueError:
+        raise ValueError(f"{name}: {text!r} is neither raise nor placeholder") from None

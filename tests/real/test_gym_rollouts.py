@@ -23,10 +23,11 @@ from tokenizers import Tokenizer
 from tokentape.channel import dial
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_executor.errors import AgentFailed, RolloutError, StartFailed
-from tokentape_executor.executor import NemoGymExecutor, Rollout
+from tokentape_executor.executor import NemoGymExecutor
 from tokentape_executor.nemo_gym import NemoGym
 from tokentape_executor.prepare import prepare_data
 from tokentape_executor.processes import ChildProcess
+from tokentape_executor.rollout import Rollout
 from tokentape_executor.sampling_policy import sampling_policy
 from tokentape_executor.services import Bridge, ServiceGroup
 from tokentape_executor.settings import ExecutorSettings

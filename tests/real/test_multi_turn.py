@@ -25,10 +25,11 @@ from support.real_engine import Emitted, load_engine, record_emitted, requests_o
 from support.scripted import sidecar_on
 from tokentape.channel import dial
 from tokentape.v1 import tape_pb2, types_pb2
-from tokentape_executor.executor import NemoGymExecutor, Rollout
+from tokentape_executor.executor import NemoGymExecutor
 from tokentape_executor.nemo_gym import NemoGym
 from tokentape_executor.oracle import LogprobsMode, verify
 from tokentape_executor.receipt import SplitCause
+from tokentape_executor.rollout import Rollout
 from tokentape_executor.services import Bridge, ServiceGroup
 from tokentape_executor.settings import ExecutorSettings
 from tokentape_executor.tape_client import OpenedTape, TapeClient

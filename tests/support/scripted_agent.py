@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from support.scripted import Json, RunningSidecar, scripted_sidecar
 from support.sidecar_client import Generated, SidecarClient, read_to_end
 from tokentape.v1 import generation_pb2, types_pb2
-from tokentape_executor.executor import Outcome, Rollout, TapeExecutor
+from tokentape_executor.executor import TapeExecutor
 from tokentape_executor.nemo_gym import Row
+from tokentape_executor.rollout import Outcome, Rollout
 from tokentape_executor.tape_client import TapeClient
 
 Sampling = types_pb2.SamplingParameters

@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 
 from tokentape_executor.errors import AgentFailed
-from tokentape_executor.executor import NemoGymExecutor, Outcome
+from tokentape_executor.executor import NemoGymExecutor
 from tokentape_executor.nemo_gym import NemoGym
 from tokentape_executor.processes import ChildProcess
+from tokentape_executor.rollout import Outcome
 from tokentape_executor.tape_client import TapeClient
 
 

@@ -15,10 +15,10 @@ from tokentape.v1 import types_pb2
 from tokentape_executor import openrlhf
 from tokentape_executor._openrlhf_base import AgentExecutorBase
 from tokentape_executor.errors import AgentFailed, ImagesUnsupported, NothingSampled, StartFailed
-from tokentape_executor.executor import Outcome, Rollout
 from tokentape_executor.openrlhf import AgentExecutor
 from tokentape_executor.openrlhf_result import openrlhf_result
 from tokentape_executor.receipt import DropReason, Receipt, SplitCause
+from tokentape_executor.rollout import Outcome, Rollout
 from tokentape_executor.settings import ExecutorSettings
 from tokentape_executor.trajectory import Action, FinishReason, Sample, Trajectory, VersionSpan
 

@@ -18,8 +18,9 @@ from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2
 from tokentape_executor import tape_client
 from tokentape_executor.assembler import Assembler
 from tokentape_executor.errors import RolloutRefused, SidecarUnavailable, TapeLost
-from tokentape_executor.executor import Outcome, TapeExecutor
+from tokentape_executor.executor import TapeExecutor
 from tokentape_executor.nemo_gym import Row
+from tokentape_executor.rollout import Outcome
 from tokentape_executor.tape_client import OpenedTape, TapeClient, TapeOptions
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
