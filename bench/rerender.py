@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,11 +31,12 @@ from tests.support import tool_rollouts
 from tests.support.rerender import Drift, compare, conversation, repeated, rerender
 
 from tokentape.channel import dial
-from tokentape_executor.executor import NemoGymExecutor
-from tokentape_executor.nemo_gym import NemoGym
+from tokentape_executor.gym_executor import NemoGymExecutor
+from tokentape_executor.nemo_gym import GymAgents
+from tokentape_executor.node import NodeMember, NodePolicy, NodeSpec
 from tokentape_executor.processes import ChildProcess
 from tokentape_executor.rollout import Rollout
-from tokentape_executor.services import Bridge, ServiceGroup
+from tokentape_executor.services import ServiceGroup
 from tokentape_executor.settings import ExecutorSettings
 from tokentape_executor.tape_client import TapeClient
 
@@ -101,26 +103,18 @@ async def start_sidecar(model: Path, group: ServiceGroup, settings: ExecutorSett
 
 async def run(address: str, settings: ExecutorSettings, *bridge_options: str) -> list[Rollout]:
     """Run the eight rollouts through a bridge and a Gym of their own."""
-    group = ServiceGroup(settings.log_directory)
+    settings = replace(settings, bridge_options=bridge_options)
+    spec = NodeSpec.from_settings(settings, group=f"bench {secrets.token_hex(8)}", policy_model_name=_MODEL)
+    member = await NodeMember.join(spec, {_SIDECAR: address})
+    gym = GymAgents(member.gym_agents)
     try:
-        bridge = Bridge.launch({_SIDECAR: address}, group, settings, options=bridge_options)
-        gym = await NemoGym.start(
-            venv=settings.gym_venv,
-            configs=settings.gym_configs,
-            overrides=settings.gym_overrides,
-            default_agent=settings.gym_agent,
-            policy_base_url=await bridge.wait_ready(),
-            policy_model_name=_MODEL,
-            log_file=group.log_file("nemo_gym"),
-            timeout_seconds=settings.start_timeout_seconds,
-        )
-        group.add(gym)
         async with dial(address) as channel:
-            executor = NemoGymExecutor(TapeClient(channel, _SIDECAR), gym)
+            executor = NemoGymExecutor(NodePolicy(TapeClient(channel, _SIDECAR), _MODEL, member), gym)
             rows = tool_rollouts.rows(settings.gym_venv)
             return list(await asyncio.gather(*(executor.rollout(row) for row in rows)))
     finally:
-        await asyncio.to_thread(group.stop)
+        await gym.close()
+        await asyncio.to_thread(member.leave)
 
 
 def rerendered(rollouts: Sequence[Rollout], model: Path) -> list[Drift]:

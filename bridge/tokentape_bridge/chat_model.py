@@ -12,9 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokentape.v1 import types_pb2
-from tokentape_bridge.answers import Answer, parse_answer, reasoning_is_open
+from tokentape_bridge.answer_parser import AnswerParser, parse_answer, reasoning_is_open
+from tokentape_bridge.answer_stream import AnswerStream, ParsedText, WholeAnswer
+from tokentape_bridge.answers import Answer
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.families import Family
+from tokentape_bridge.text_stream import TextOptions, TextStream, before_stop_string, completion_text
 from tokentape_bridge.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -65,6 +68,9 @@ class ChatModel:
         The family's renderer does it only for a tokenizer that comes without a template.
         """
         if self.family is not None and not self.tokenizer.has_template:
+            if conversation.continue_final_message:
+                field = "continue_final_message"
+                raise ApiError(f"{field}: needs a chat template", param=field, code="unsupported_parameter")
             if conversation.template_arguments:
                 field = "chat_template_kwargs"
                 raise ApiError(f"{field}: there is no chat template that takes any", param=field, code="invalid_value")
@@ -78,6 +84,7 @@ class ChatModel:
             tools=conversation.tools,
             template_arguments=conversation.template_arguments,
             add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
         )
 
     def parse(
@@ -103,8 +110,9 @@ class ChatModel:
                 tools=conversation.tools,
                 with_tools=with_tools,
             )
-            return replace(answer, content=_before_stop_string(answer.content, completion))
-        text = self._text(token_ids, completion, skip_special_tokens=skip_special_tokens, min_tokens=min_tokens)
+            return replace(answer, content=before_stop_string(answer.content, completion))
+        options = TextOptions(skip_special_tokens=skip_special_tokens, min_tokens=min_tokens)
+        text = completion_text(self.tokenizer, token_ids, completion, options)
         return parse_answer(
             text,
             with_tools=with_tools,
@@ -112,21 +120,33 @@ class ChatModel:
             reasoning_is_open=self._reads_reasoning and self._opens_reasoning(conversation),
         )
 
-    def _text(
-        self,
-        token_ids: Sequence[int],
-        completion: types_pb2.Completion | None,
-        *,
-        skip_special_tokens: bool,
-        min_tokens: int,
-    ) -> str:
-        """Return a completion's text without its stop token, and up to its stop string."""
-        if completion is not None and ended_by_token(completion):
-            token_ids = token_ids[:-1]
-        text = self.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        # Within the first min_tokens a stop string does not count; one that ends later does.
-        spared = self.decode(token_ids[:min_tokens], skip_special_tokens=skip_special_tokens)
-        return _before_stop_string(text, completion, spared=len(spared))
+    def answer_streams(
+        self, conversation: Conversation, count: int, *, with_tools: bool, options: TextOptions
+    ) -> list[AnswerStream]:
+        """Return what reads `count` completions, sampled after `conversation`, as they come.
+
+        Each says what `parse` does. A family's code wants a completion as a whole, and is given it in the end.
+        `options.stop_token_ids` are those that the request adds to the model's.
+        """
+        if self.family is not None:
+            # Nothing of `options` but the stop string, which the completion names, means anything to a family.
+            def parse(token_ids: Sequence[int], completion: types_pb2.Completion) -> Answer:
+                return self.parse(token_ids, completion, conversation, with_tools=with_tools)
+
+            return [WholeAnswer(parse) for _ in range(count)]
+        options = replace(options, stop_token_ids=options.stop_token_ids | self._stop_token_ids)
+        is_open = self._reads_reasoning and self._opens_reasoning(conversation)
+        return [
+            ParsedText(
+                TextStream(self.tokenizer, options),
+                AnswerParser(
+                    with_tools=with_tools and bool(conversation.tools),
+                    with_reasoning=self._reads_reasoning,
+                    reasoning_is_open=is_open,
+                ),
+            )
+            for _ in range(count)
+        ]
 
     def _opens_reasoning(self, conversation: Conversation) -> bool:
         return self.tokenizer.template_mentions("<think>") and reasoning_is_open(
@@ -135,18 +155,6 @@ class ChatModel:
                 tools=conversation.tools,
                 template_arguments=conversation.template_arguments,
                 add_generation_prompt=conversation.add_generation_prompt,
+                continue_final_message=conversation.continue_final_message,
             )
         )
-
-
-def ended_by_token(completion: types_pb2.Completion) -> bool:
-    """Whether a completion's last token is the one that ended it."""
-    return completion.finish_reason == types_pb2.FINISH_REASON_STOP and not completion.HasField("stop_string")
-
-
-def _before_stop_string(text: str, completion: types_pb2.Completion | None, *, spared: int = 0) -> str:
-    """Return `text` up to the stop string that ended it, which does not lie within the first `spared` characters."""
-    if completion is None or not completion.HasField("stop_string"):
-        return text
-    start = text.find(completion.stop_string, max(0, spared - len(completion.stop_string) + 1))
-    return text if start < 0 else text[:start]

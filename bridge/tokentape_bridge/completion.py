@@ -36,7 +36,7 @@ class Choice:
             raise StreamError(f"{count} tokens with {len(delta.logprobs)} log-probabilities, finished={self.finished}")
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
-        self.top_logprobs.extend(_by_position(delta.top_logprobs, count))
+        self.top_logprobs.extend(by_position(delta.top_logprobs, count))
 
     def finish(self, event: FinishedEvent) -> FinishedEvent:
         """End this choice."""
@@ -53,30 +53,40 @@ class Call:
     call_id: str
     prompt_token_count: int
     choices: list[Choice]
+    started: GenerateResponse.Started = field(default_factory=GenerateResponse.Started)
+    """Its first event: where they were asked for, it has the prompt's log-probabilities."""
 
 
 async def collect(events: AsyncGenerator[GenerateResponse], choice_count: int) -> Call:
     """Read a call's `events` to their end, and close them in any case. Raises `StreamError` when a rule is broken."""
-    call = Call("", 0, [Choice() for _ in range(choice_count)])
     async with aclosing(events):
+        started = await read_started(events)
+        # Not before: a count that the sidecar refuses may be any number.
+        choices = [Choice() for _ in range(choice_count)]
+        call = Call(started.call_id, started.prompt_token_count, choices, started)
         async for event in events:
             _apply(call, event)
-    if not call.call_id or any(choice.finished is None for choice in call.choices):
+    if any(choice.finished is None for choice in call.choices):
         raise StreamError("the stream ended before all choices did")
     return call
 
 
+async def read_started(events: AsyncGenerator[GenerateResponse]) -> GenerateResponse.Started:
+    """Return a call's first event, which says that it was accepted. Raises `StreamError` for any other."""
+    first = await anext(events, None)
+    if first is None or not first.HasField("started"):
+        raise StreamError(f"a call began with {first.WhichOneof('event') if first else 'its end'}")
+    return first.started
+
+
 def _apply(call: Call, event: GenerateResponse) -> None:
     match event.WhichOneof("event"):
-        case "started":
-            call.call_id = event.started.call_id
-            call.prompt_token_count = event.started.prompt_token_count
         case "delta":
             _choice(call, event.delta.choice).add(event.delta)
         case "finished":
             _choice(call, event.finished.choice).finish(event.finished)
-        case None:
-            raise StreamError("an event of a kind that this bridge does not know")
+        case kind:
+            raise StreamError(f"an event {kind!r} after a call's first one")
 
 
 def _choice(call: Call, index: int) -> Choice:
@@ -85,7 +95,8 @@ def _choice(call: Call, index: int) -> Choice:
     return call.choices[index]
 
 
-def _by_position(top: TopLogprobs, count: int) -> list[list[tuple[int, float]]]:
+def by_position(top: TopLogprobs, count: int) -> list[list[tuple[int, float]]]:
+    """Return the most probable tokens of each of `count` positions. Raises `StreamError` where they are fewer."""
     if not top.k:
         return [[] for _ in range(count)]
     if len(top.token_ids) != count * top.k or len(top.logprobs) != count * top.k:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from tokentape.v1 import types_pb2
 from tokentape.v1.generation_pb2 import GenerateRequest
 from tokentape.v1.tape_pb2 import FindCallsRequest
-from tokentape_bridge.chat_model import ChatModel, ended_by_token
+from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.families import Family
 from tokentape_bridge.messages import TemplateMessage
 from tokentape_bridge.parents import Conversation, FindCalls, Parent, SplitCause, find_parent
 from tokentape_bridge.reasoning import Reasoning, reasoning_of, to_text, with_recorded
+from tokentape_bridge.text_stream import ended_by_token
 from tokentape_bridge.verified_delta import Refused, Turn, check_messages_kept, verified_delta
 
 _logger = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ async def continue_or_render(
     try:
         if find_calls is None:
             raise Refused(types_pb2.SPLIT_CAUSE_CONTINUATION_OFF)
+        if conversation.continue_final_message:
+            # The agent wrote the beginning of an answer: nothing proves that its ids are what a call sampled.
+            raise Refused(types_pb2.SPLIT_CAUSE_HISTORY_EDITED)
         parent = await find_parent(chat, conversation, find_calls, tape_id=tape_id, with_prompt=with_whole)
         delta = await _continue(chat, conversation, parent, find_calls, tape_id)
     except Refused as refusal:

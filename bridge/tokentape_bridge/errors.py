@@ -13,12 +13,14 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 _logger = logging.getLogger(__name__)
@@ -52,6 +54,35 @@ class ApiError(Exception):
         self.error_type = error_type
 
 
+def bridge_stopping() -> ApiError:
+    """Return the error of a request that still runs when the bridge's grace period is over."""
+    return ApiError("the bridge stops", status=503, error_type="service_unavailable", code="bridge_stopping")
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    """The request's field that is wrong."""
+    code: str | None
+    """A word for programs."""
+
+
+class ErrorAnswer(BaseModel):
+    """Every error's answer."""
+
+    error: ErrorBody
+
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The client's mistake."},
+    "5XX": {"model": ErrorAnswer, "description": "The engine's, a sidecar's or the bridge's."},
+}
+"""What any route may answer, for OpenAPI."""
+
+
 class ClientDisconnectedError(Exception):
     """The client left before its answer was complete; nobody reads what is answered."""
 
@@ -80,6 +111,7 @@ _FIELD = re.compile(r"(?P<path>[a-z_][\w.\[\]]*): ")
 _OPENAI_FIELDS = {
     "prompt_token_ids": "messages",
     "tape_id": "metadata.tape_id",
+    "lora_name": "model",
     "structured_output": "response_format",
     "json_schema": "response_format",
 }
@@ -115,11 +147,27 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _answer_unexpected)
 
 
-def _respond(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
-    names_overflow = error.code == _OVERFLOW or error.param == "max_tokens"
-    message = error.message if names_overflow else _say_no_overflow(error.message)
-    body = {"message": message, "type": error.error_type, "param": error.param, "code": error.code}
-    return JSONResponse({"error": body}, status_code=error.status, headers=headers)
+def respond(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return `error` as an answer in OpenAI's shape."""
+    return JSONResponse(to_json(error), status_code=error.status, headers=headers)
+
+
+def to_json(error: ApiError) -> dict[str, dict[str, str | None]]:
+    """Return `error` as JSON in OpenAI's shape."""
+    message, param = error.message, error.param
+    if error.code != _OVERFLOW and param != "max_tokens":
+        message, param = _say_no_overflow(message), None if param is None else _say_no_overflow(param)
+    return {"error": {"message": message, "type": error.error_type, "param": param, "code": error.code}}
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Return what ended an answer that had begun, in the form that it has before. What is unexpected is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_rpc(error)
+    _logger.error("an answer ends before its time", exc_info=error)
+    return _unexpected()
 
 
 def _unexpected() -> ApiError:
@@ -137,12 +185,12 @@ def _say_no_overflow(message: str) -> str:
 
 async def _answer_api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _respond(error)
+    return respond(error)
 
 
 async def _answer_rpc_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, grpc.aio.AioRpcError)
-    return _respond(from_rpc(error))
+    return respond(from_rpc(error))
 
 
 async def _answer_validation_error(_request: Request, error: Exception) -> Response:
@@ -152,7 +200,7 @@ async def _answer_validation_error(_request: Request, error: Exception) -> Respo
     path = [] if first["type"] == "json_invalid" else [str(part) for part in first["loc"] if part != "body"]
     problem = f"{first['msg']}: {first['ctx']['error']}" if first["type"] == "json_invalid" else str(first["msg"])
     field = ".".join(path)
-    return _respond(ApiError(f"{field or 'request body'}: {problem}", param=field or None, code="invalid_value"))
+    return respond(ApiError(f"{field or 'request body'}: {problem}", param=field or None, code="invalid_value"))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
@@ -160,14 +208,14 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     message = f"{error.detail}: {request.method} {request.url.path}"
     error_type = _SERVER_ERROR if error.status_code >= _HTTP_SERVER_ERROR else _BAD_REQUEST
     headers = dict(error.headers) if error.headers else None
-    return _respond(ApiError(message, status=error.status_code, error_type=error_type), headers)
+    return respond(ApiError(message, status=error.status_code, error_type=error_type), headers)
 
 
-async def _answer_nobody(request: Request, _error: Exception) -> Response:
-    _logger.info("%s: the client left before its answer", request.url.path)
+async def _answer_nobody(_request: Request, _error: Exception) -> Response:
+    # The request's line in the log says so by the status; the path may have a tape's id.
     return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
 
 async def _answer_unexpected(_request: Request, _error: Exception) -> Response:
     # Starlette raises the error again after this answer, and uvicorn logs it in full.
-    return _respond(_unexpected())
+    return respond(_unexpected())

@@ -43,6 +43,9 @@ class Family:
             configs = config, type(config)(thinking_retention="all")
             plain, keeping = (renderers.create_renderer(tokenizer, each) for each in configs)
             return cls(cast("_Renderer", plain), cast("_Renderer", keeping))
+        except ModuleNotFoundError as error:
+            problem = f"the renderer {name!r} needs more packages: pip install 'tokentape[renderers]' ({error})"
+            raise FamilyError(problem) from error
         except Exception as error:
             raise FamilyError(f"the renderer {name!r} cannot be used: {error}") from error
 

@@ -22,7 +22,14 @@ def forced_function(tool_choice: object) -> str | None:
     if tool_choice in (None, "auto", "none", "required"):
         return None
     if isinstance(tool_choice, dict):
-        function = cast("dict[str, Any]", tool_choice).get("function")
+        choice = cast("dict[str, Any]", tool_choice)
+        if choice.get("type") in ("allowed_tools", "custom"):
+            raise ApiError(
+                f'tool_choice: the type "{choice["type"]}" is not supported; give only the tools that may be called',
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
+        function = choice.get("function")
         name = cast("dict[str, Any]", function).get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
             return name

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
-from tokentape.process import configure_logging
-from tokentape_bridge.server import bind, serve
-from tokentape_bridge.settings import parse_settings
+from tokentape.process import write_ready_file
+from tokentape_bridge.process import CannotServeError, bind, prepare, read_keys
+from tokentape_bridge.settings import Settings, parse_settings
+
+_logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status: 0, or 1 when the address cannot be served at."""
-    settings = parse_settings()
-    configure_logging(settings.log_level)
-    # transformers imports torch wherever it is installed: 3 s and 200 MB for a tokenizer that uses none of it.
-    # It then advises to install it, at the level of warnings.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType] # None is Python's way to bar an import
+    """Serve until SIGTERM or SIGINT; return the exit status: 0, or 1 when it cannot serve."""
+    arguments = sys.argv[1:]
+    settings = parse_settings(arguments)
+    prepare(settings)
+    # Only workers share their metrics. One of vLLM's, in the environment of a trainer, is not for us.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     try:
+        read_keys(settings)
         listener = bind(settings.listen)
-    except OSError as error:
-        # Python appends the address to the system's words; a failed look-up of the host has words of its own.
-        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
-        sys.stderr.write(f"tokentape-bridge: cannot listen at {settings.listen}: {reason}\n")
+    except CannotServeError as error:
+        sys.stderr.write(f"tokentape-bridge: {error}\n")
         return 1
-    asyncio.run(serve(settings, listener))
-    return 0
+    with listener:
+        return asyncio.run(_serve(settings, listener, arguments))
+
+
+async def _serve(settings: Settings, listener: socket.socket, arguments: Sequence[str]) -> int:
+    # Their metrics read the environment when they are imported.
+    from tokentape_bridge.server import serve  # noqa: PLC0415
+    from tokentape_bridge.workers import serve_with_workers  # noqa: PLC0415
+
+    def announce() -> None:
+        address = settings.listen.with_port(listener.getsockname()[1])
+        _logger.info("serving at http://%s", address)
+        if settings.ready_file is not None:
+            write_ready_file(settings.ready_file, address)
+
+    if settings.http.workers == 1:
+        await serve(settings, listener, announce)
+        return 0
+    return 0 if await serve_with_workers(settings.http, listener, arguments, announce) else 1

@@ -26,10 +26,19 @@ _TEMPLATE_ROLES = {
 }
 
 
-def to_template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
-    """Return `messages` for the chat template. Raises `ApiError` naming the field that no template could take."""
+def to_template_messages(messages: Sequence[Message], *, last_is_open: bool = False) -> list[TemplateMessage]:
+    """Return `messages` for the chat template. Raises `ApiError` naming the field that no template could take.
+
+    `last_is_open`: whether the model is to write on in the last one, which then must be the assistant's.
+    """
     if not messages:
         raise ApiError("messages: at least one message is needed", param="messages")
+    if last_is_open and messages[-1].role != "assistant":
+        problem = "continue_final_message: needs a last message of the assistant"
+        raise ApiError(problem, param="continue_final_message", code="invalid_value")
+    if last_is_open and messages[-1].tool_calls:
+        problem = "continue_final_message: a last message with tool_calls has no open end"
+        raise ApiError(problem, param="continue_final_message", code="invalid_value")
     return [_to_template_message(message, f"messages.{index}") for index, message in enumerate(messages)]
 
 

@@ -45,6 +45,10 @@ class Conversation:
     template_arguments: Mapping[str, Any]
     add_generation_prompt: bool = True
     """Whether the prompt ends with the opening of the model's answer."""
+    continue_final_message: bool = False
+    """Whether the last message, the assistant's, is left open for the model to write on; then there is no opening."""
+    lora_name: str = ""
+    """The adapter that is to sample the answer; empty: the base model."""
     echoed_token_ids: Sequence[int] = ()
     """Prompt and completion of the call that gave the last answer, as the client echoes them; empty: it does not."""
 
@@ -60,6 +64,8 @@ class Conversation:
         if not self.add_generation_prompt:
             # No template argument can have this name.
             arguments["add_generation_prompt"] = False
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
         return context_fingerprint(self.tools, arguments)
 
     @property
@@ -177,12 +183,13 @@ def _readings(chat: ChatModel, before: Conversation, choice: FindCallsResponse.F
 
 
 def _choose(matches: Sequence[_Match], conversation: Conversation) -> _Match:
-    """Return the latest match, but better one of the same tools, and better a complete one."""
+    """Return the latest match, but better one of the same adapter and tools, and better a complete one."""
     context = conversation.context
 
-    def fitness(match: _Match) -> tuple[bool, bool]:
+    def fitness(match: _Match) -> tuple[bool, bool, bool]:
         call, choice, _ = match
-        return ".".join(_recorded(call)[:2]) == context, _is_complete(call, choice)
+        has_context = ".".join(_recorded(call)[:2]) == context
+        return call.lora_name == conversation.lora_name, has_context, _is_complete(call, choice)
 
     return max(reversed(matches), key=fitness)
 
@@ -252,6 +259,8 @@ def _explain(
 
 
 def _check_context(conversation: Conversation, call: _FoundCall) -> None:
+    if call.lora_name != conversation.lora_name:
+        raise Refused(types_pb2.SPLIT_CAUSE_LORA_CHANGED)
     tools, _, arguments = conversation.context.partition(".")
     recorded_tools, recorded_arguments, _ = _recorded(call)
     if tools != recorded_tools:

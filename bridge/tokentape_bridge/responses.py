@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tokentape.v1 import types_pb2
 from tokentape.v1.types_pb2 import Completion as FinishedEvent
@@ -19,9 +19,12 @@ from tokentape_bridge.continuation import Prompt
 from tokentape_bridge.parents import Conversation
 from tokentape_bridge.schemas import ChatCompletionRequest
 from tokentape_bridge.tokenizer import Tokenizer
+from tokentape_bridge.tool_calls import ToolCall
 
 Json = dict[str, Any]
 """A JSON object."""
+
+_LEAST_LOGPROB = -9999.0
 
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -59,21 +62,25 @@ def chat_completion(
             | {"index": index}
             for index, choice in enumerate(call.choices)
         ],
-        "usage": {
-            "prompt_tokens": call.prompt_token_count,
-            "completion_tokens": completion_tokens,
-            "total_tokens": call.prompt_token_count + completion_tokens,
-        },
-        "tokentape": _extension(tape_id, call.call_id, prompt)
-        | {"special_token_text": chat.tokenizer.spells_special_token(conversation.messages)},
+        "usage": usage(call.prompt_token_count, completion_tokens),
+        "tokentape": extension(tape_id, call.call_id, prompt, conversation, chat.tokenizer),
     }
     if ids is not None:
         body["prompt_token_ids"] = ids
     return body
 
 
-def _extension(tape_id: str, call_id: str, prompt: Prompt) -> Json:
-    """Say on which tape the call is, and what became of the conversation's earlier calls."""
+def usage(prompt_tokens: int, completion_tokens: int) -> Json:
+    """Return OpenAI's account of a call: its prompt's tokens, and those of all its choices."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def extension(tape_id: str, call_id: str, prompt: Prompt, conversation: Conversation, tokenizer: Tokenizer) -> Json:
+    """Say on which tape the call is, and what became of the conversation's earlier calls. CPU work."""
     cause = types_pb2.SplitCause.Name(prompt.split_cause).removeprefix("SPLIT_CAUSE_").lower()
     return {
         "tape_id": tape_id or None,
@@ -81,6 +88,7 @@ def _extension(tape_id: str, call_id: str, prompt: Prompt) -> Json:
         "parent_call_id": prompt.parent.call_id if prompt.parent else None,
         "prefix": "kept" if prompt.parent else "new",
         "split_cause": cause if tape_id and not prompt.parent else None,
+        "special_token_text": tokenizer.spells_special_token(conversation.messages),
     }
 
 
@@ -108,9 +116,9 @@ def _chat_choice(
     message = _message(answer, name)
     body: Json = {
         "message": message,
-        "logprobs": {"content": _logprobs(request, choice, chat.tokenizer)} if request.logprobs else None,
-        "finish_reason": "tool_calls" if answer.tool_calls else _FINISH_REASONS[finished.finish_reason],
-        "stop_reason": _stop_reason(finished),
+        "logprobs": {"content": logprob_entries(request, choice, chat.tokenizer)} if request.logprobs else None,
+        "finish_reason": finish_reason(finished, has_calls=bool(answer.tool_calls)),
+        "stop_reason": stop_reason(finished),
     }
     if prompt_token_ids is not None:
         message["prompt_token_ids"] = prompt_token_ids
@@ -126,18 +134,26 @@ def _message(answer: Answer, name: str) -> Json:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["content"] = answer.content or None
-        message["tool_calls"] = [
-            {
-                "id": f"{name}-{index}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments_text},
-            }
-            for index, call in enumerate(answer.tool_calls)
-        ]
+        message["tool_calls"] = [tool_call(name, index, call) for index, call in enumerate(answer.tool_calls)]
     return message
 
 
-def _stop_reason(finished: FinishedEvent) -> int | str | None:
+def tool_call(choice_name: str, index: int, call: ToolCall) -> Json:
+    """Return OpenAI's JSON for the call at `index` of a choice, whose name makes its id unique."""
+    return {
+        "id": f"{choice_name}-{index}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments_text},
+    }
+
+
+def finish_reason(finished: FinishedEvent, *, has_calls: bool) -> str:
+    """Return why a choice ended, in the field's words."""
+    return "tool_calls" if has_calls else _FINISH_REASONS[finished.finish_reason]
+
+
+def stop_reason(finished: FinishedEvent) -> int | str | None:
+    """Return the stop token's id or the stop string that matched; `None` for the model's own end."""
     match finished.WhichOneof("stop_reason"):
         case "stop_token_id":
             return finished.stop_token_id
@@ -147,14 +163,42 @@ def _stop_reason(finished: FinishedEvent) -> int | str | None:
             return None
 
 
-def _logprobs(request: ChatCompletionRequest, choice: Choice, tokenizer: Tokenizer) -> list[Json]:
+class SampledTokens(Protocol):
+    """Tokens with their log-probabilities, in columns of one length."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The sampled ids."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """Their log-probabilities."""
+        ...
+
+    @property
+    def top_logprobs(self) -> Sequence[Sequence[tuple[int, float]]]:
+        """At each position the most probable tokens as (id, log-probability), best first."""
+        ...
+
+
+def logprob_entries(request: ChatCompletionRequest, tokens: SampledTokens, tokenizer: Tokenizer) -> list[Json]:
+    """Return OpenAI's `logprobs.content` of tokens: an entry for each."""
     as_ids = bool(request.return_tokens_as_token_ids)
-    columns = zip(choice.token_ids, choice.logprobs, choice.top_logprobs, strict=True)
+    columns = zip(tokens.token_ids, tokens.logprobs, tokens.top_logprobs, strict=True)
     return [
         _logprob(token_id, logprob, tokenizer, as_id=as_ids)
-        | {"top_logprobs": [_logprob(other, value, tokenizer, as_id=as_ids) for other, value in top]}
+        | {"top_logprobs": [_logprob(other, told_logprob(value), tokenizer, as_id=as_ids) for other, value in top]}
         for token_id, logprob, top in columns
     ]
+
+
+def told_logprob(alternative: float) -> float:
+    """Return the log-probability of a token that was not sampled, as JSON can have it.
+
+    It is -infinity where top_p, top_k or a grammar rules the token out; OpenAI and vLLM write -9999.0.
+    """
+    return max(alternative, _LEAST_LOGPROB)
 
 
 def _logprob(token_id: int, logprob: float, tokenizer: Tokenizer, *, as_id: bool) -> Json:

@@ -1,44 +1,48 @@
-"""The HTTP routes: they read the request, call `chat`, and write the answer."""
+"""The HTTP routes: they read the request, call what serves it, and write the answer.
+
+Every route is there twice: as it is, and under `/tapes/{tape_id}`, for clients that know nothing of tapes. There it
+serves that tape: its sidecar, and, for what is recorded, the tape itself.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Annotated, cast
+from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Path, Request, Response
 
-from tokentape_bridge import chat
+from tokentape.v1.generation_pb2 import GetModelResponse
+from tokentape_bridge import chat, completions, tokens
+from tokentape_bridge.chat_stream import ChatStream
+from tokentape_bridge.dependencies import JSON_BODY, OR_STREAMED, Pool, TapeOfHeader, TapeOfPath, headers_of
 from tokentape_bridge.disconnect import unless_disconnected
 from tokentape_bridge.errors import ApiError
+from tokentape_bridge.fields import log_ignored_fields
+from tokentape_bridge.json_bodies import JsonResponse, JsonRoute
 from tokentape_bridge.responses import Json
-from tokentape_bridge.schemas import ChatCompletionRequest, TokenizeRequest, log_ignored_fields
-from tokentape_bridge.sidecar_pool import SidecarPool
+from tokentape_bridge.schemas import ChatCompletionRequest, TokenizeRequest, log_ignored
+from tokentape_bridge.sse import EventStreamResponse
+from tokentape_bridge.tape_choice import requested_tape_id
+from tokentape_bridge.text_completion_stream import TextCompletionStream
+from tokentape_bridge.text_schemas import CompletionRequest, DetokenizeRequest
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 """All routes of the bridge."""
+
+TAPE_PREFIX = "/tapes/{tape_id}"
+"""Before any of them: the tape that the request is for."""
 
 _STARTED_AT = int(time.time())
 
 
-async def _pool(request: Request) -> SidecarPool:
-    return cast("SidecarPool", request.state.pool)
-
-
-async def _require_json(request: Request) -> None:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and not media_type.endswith("+json"):
-        raise ApiError("the content type must be application/json", status=415, code="unsupported_media_type")
-
-
-_Pool = Annotated[SidecarPool, Depends(_pool)]
-_json_body = [Depends(_require_json)]
+async def declare_tape_of_path(tape_id: Annotated[str, Path(description="the tape that the request is for")]) -> None:
+    """Put the path's tape into OpenAPI, for the routes that have one."""
 
 
 @router.get("/health")
-async def health(pool: _Pool) -> Json:
+async def health(pool: Pool) -> Json:
     """Answer 200 while at least one sidecar serves, else 503; both name every sidecar."""
     problems = await pool.health()
     if all(problem is not None for problem in problems.values()):
@@ -56,48 +60,80 @@ async def get_version() -> Json:
 
 
 @router.get("/v1/models")
-async def list_models(pool: _Pool) -> Json:
-    """Answer the models that requests may name, each with the most tokens of prompt and completion together."""
-    data = [
-        {
-            "id": model.name,
+async def list_models(pool: Pool, tape_id: TapeOfPath) -> Json:
+    """Answer the models that requests may name, each with the most tokens of prompt and completion together.
+
+    LoRA adapters are among them, `parent` being the name of their model.
+    """
+    models = [(await pool.choose(tape_id, None))[1].model] if tape_id else await pool.models()
+    cards = {card["id"]: card for model in models for card in _model_cards(model)}
+    return {"object": "list", "data": list(cards.values())}
+
+
+def _model_cards(model: GetModelResponse) -> Iterator[Json]:
+    for name in (model.name, *model.lora_names):
+        yield {
+            "id": name,
             "object": "model",
             "created": _STARTED_AT,
             "owned_by": "tokentape",
+            "parent": None if name == model.name else model.name,
             "max_model_len": model.max_context_tokens,
         }
-        for model in await pool.models()
-    ]
-    return {"object": "list", "data": data}
 
 
-@router.post("/tokenize", dependencies=_json_body)
-async def tokenize(body: TokenizeRequest, pool: _Pool) -> Json:
-    """Answer the prompt's token ids: those that a chat with the same fields has."""
+@router.post("/tokenize", dependencies=JSON_BODY)
+async def tokenize(
+    body: TokenizeRequest, pool: Pool, tape_of_path: TapeOfPath, tape_of_header: TapeOfHeader = None
+) -> Json:
+    """Answer the prompt's token ids: those that a chat with the same fields has on the same tape."""
+    log_ignored(body)
+    return await tokens.tokenize(pool, body, requested_tape_id(body, tape_of_header, tape_of_path))
+
+
+@router.post("/detokenize", dependencies=JSON_BODY)
+async def detokenize(
+    body: DetokenizeRequest, pool: Pool, tape_of_path: TapeOfPath, tape_of_header: TapeOfHeader = None
+) -> Json:
+    """Answer the text of token ids, special tokens included."""
     log_ignored_fields(body)
-    return await chat.tokenize(pool, body)
+    return await tokens.detokenize(pool, body, requested_tape_id(body, tape_of_header, tape_of_path))
 
 
-@router.post("/v1/chat/completions", dependencies=_json_body)
+@router.post("/v1/chat/completions", dependencies=JSON_BODY, responses=OR_STREAMED)
 async def create_chat_completion(
     body: ChatCompletionRequest,
     request: Request,
-    pool: _Pool,
-    x_tape_id: Annotated[str | None, Header()] = None,
-) -> JSONResponse:
+    pool: Pool,
+    tape_of_path: TapeOfPath,
+    tape_of_header: TapeOfHeader = None,
+) -> Response:
     """Answer one chat completion. A client that leaves aborts it."""
-    log_ignored_fields(body)
-    tape_id = chat.requested_tape_id(body, x_tape_id)
+    log_ignored(body)
+    tape_id = requested_tape_id(body, tape_of_header, tape_of_path)
+    if body.stream:
+        return await _streamed(request, ChatStream(pool, body, tape_id))
     answer = await unless_disconnected(request, chat.complete_chat(pool, body, tape_id))
-    # Writing the JSON of a long completion takes tens of milliseconds.
-    return await asyncio.to_thread(JSONResponse, answer, headers=_headers(answer))
+    return JsonResponse(answer, headers=headers_of(answer["tokentape"]))
 
 
-def _headers(answer: Json) -> dict[str, str]:
-    """Return the answer's extension object as headers, each as far as it has a value."""
-    extension: dict[str, str | bool | None] = answer["tokentape"]
-    return {
-        f"x-{key.replace('_', '-')}": value if isinstance(value, str) else str(value).lower()
-        for key, value in extension.items()
-        if value is not None
-    }
+@router.post("/v1/completions", dependencies=JSON_BODY, responses=OR_STREAMED)
+async def create_completion(
+    body: CompletionRequest,
+    request: Request,
+    pool: Pool,
+    tape_of_path: TapeOfPath,
+    tape_of_header: TapeOfHeader = None,
+) -> Response:
+    """Answer the completions of one prompt or several. A client that leaves aborts them."""
+    log_ignored_fields(body)
+    tape_id = requested_tape_id(body, tape_of_header, tape_of_path)
+    if body.stream:
+        return await _streamed(request, TextCompletionStream(pool, body, tape_id))
+    answer = await unless_disconnected(request, completions.complete_text(pool, body, tape_id))
+    return JsonResponse(answer, headers=headers_of(answer["tokentape"]))
+
+
+async def _streamed(request: Request, stream: ChatStream | TextCompletionStream) -> Response:
+    frames = await unless_disconnected(request, stream.begin())
+    return EventStreamResponse(frames, headers=headers_of(stream.extension))

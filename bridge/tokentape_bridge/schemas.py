@@ -1,32 +1,13 @@
-"""The JSON that clients send.
-
-Types are strict (a string is no number), an explicit null means absent, and unknown fields are ignored: each is named
-in the log once. Ranges are the sidecar's to judge.
-"""
+"""The JSON that clients of chats send; `fields` says what holds for all of it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from tokentape_bridge.errors import ApiError
-
-_logger = logging.getLogger(__name__)
-_MAX_NAMES_LOGGED = 200
-_names_logged: set[str] = set()
-
-
-class Model(BaseModel):
-    """What all of a request's objects have in common."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-
-def _one_or_many(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+from tokentape_bridge.fields import Ignored, Model, Refused, log_ignored_fields, reject_refused
+from tokentape_bridge.sampling_fields import Recorded, SamplingFields
 
 
 class Function(Model):
@@ -61,16 +42,46 @@ class Message(Model):
     """As an earlier answer had it, echoed."""
     generation_token_ids: list[int] | None = None
     """Likewise."""
+    function_call: Annotated[Any, Refused("give tool_calls")] = None
+    audio: Annotated[Any, Refused("give its text as content")] = None
+    refusal: Ignored = None
+    generation_log_probs: Ignored = None
+    """As an earlier answer had it, echoed: the tape has it."""
 
 
-class PromptSource(Model):
+class PromptSource(Recorded):
     """What becomes the prompt: the fields that `/tokenize` and a chat have in common."""
 
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    """A template argument of this name; one in `chat_template_kwargs` wins."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the opening of the assistant's answer; default true."""
+    """Whether the prompt ends with the opening of the assistant's answer; default: unless `continue_final_message`."""
+    continue_final_message: bool | None = None
+    """Whether the last message is left open, for the model to write on; default false."""
+    required_prefix_token_ids: list[int] | None = None
+    """Prompt and completion of the call that is continued, in one."""
+
+    chat_template: Annotated[Any, Refused("the template is the model's own")] = None
+    documents: Annotated[Any, Refused("put them into a message")] = None
+    mm_processor_kwargs: Ignored = None
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The chat template's arguments."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
+
+    def echoed_token_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt and completion of the call that gave the last answer, if the client echoes them; else empty."""
+        if self.required_prefix_token_ids:
+            return self.required_prefix_token_ids
+        answer = next((message for message in reversed(messages) if message.role == "assistant"), None)
+        if answer is None or not answer.prompt_token_ids or not answer.generation_token_ids:
+            return []
+        return answer.prompt_token_ids + answer.generation_token_ids
 
 
 class TokenizeRequest(PromptSource):
@@ -80,110 +91,62 @@ class TokenizeRequest(PromptSource):
     prompt: str | None = None
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to `prompt`; default true. Messages get the template's alone."""
+    return_token_strs: bool | None = None
+    """Whether the answer has the vocabulary's own text of each token beside its id."""
 
 
-class JsonSchema(Model):
-    """The schema of a `response_format`."""
-
-    schema_: dict[str, Any] | None = None
-
-    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
-
-
-class ResponseFormat(Model):
-    """OpenAI's way to ask for structured output."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class ChatCompletionRequest(PromptSource):
+class ChatCompletionRequest(PromptSource, SamplingFields):
     """The body of `POST /v1/chat/completions`."""
 
     messages: list[Message]
-
-    # Sampling; absent means the model's default.
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many)] = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    response_format: ResponseFormat | None = None
-
-    # What the answer shows.
+    """The newer name of `max_tokens`; wins."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    skip_special_tokens: bool | None = None
-    """Whether special tokens are left out of the text; default true."""
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-
-    # Tools.
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
 
-    # Passed on to the sidecar.
-    metadata: dict[str, Any] | None = None
-    """`tape_id` in it names the tape to record on."""
-    priority: int | None = None
-    cache_salt: str | None = None
+    functions: Annotated[Any, Refused("give tools", unless=([],))] = None
+    function_call: Annotated[Any, Refused("give tool_choice")] = None
+    modalities: Annotated[Any, Refused("only text comes out", unless=(["text"],))] = None
+    audio: Annotated[Any, Refused("only text comes out")] = None
+    web_search_options: Annotated[Any, Refused("nothing here searches; give a tool that does")] = None
+    add_special_tokens: Annotated[Any, Refused("the template writes them", unless=(False,))] = None
+    prompt_logprobs: Annotated[Any, Refused("ask /v1/completions, with echo and logprobs")] = None
 
-    required_prefix_token_ids: list[int] | None = None
-    """Prompt and completion of the call that is continued, in one."""
-
-    # Known and without effect here.
-    user: str | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-
-    @property
-    def echoed_token_ids(self) -> list[int]:
-        """Prompt and completion of the call that gave the last answer, if the client echoes them; else empty."""
-        if self.required_prefix_token_ids:
-            return self.required_prefix_token_ids
-        answer = next((message for message in reversed(self.messages) if message.role == "assistant"), None)
-        if answer is None or not answer.prompt_token_ids or not answer.generation_token_ids:
-            return []
-        return answer.prompt_token_ids + answer.generation_token_ids
-
-    @property
-    def wants_token_ids(self) -> bool:
-        """Whether the answer carries token ids beside the text."""
-        return bool(self.return_token_ids or self.return_tokens_as_token_ids)
+    echo: Ignored = None
+    include_reasoning: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_key: Ignored = None
+    safety_identifier: Ignored = None
+    verbosity: Ignored = None
 
 
-def log_ignored_fields(request: ChatCompletionRequest | TokenizeRequest) -> None:
-    """Log the fields of `request` that nothing here knows, each name once in the life of the process."""
-    _log_names(request.model_extra or ())
+def log_ignored(request: ChatCompletionRequest | TokenizeRequest) -> None:
+    """Log what `log_ignored_fields` does, of the request and of its messages."""
+    log_ignored_fields(request)
     for message in request.messages or ():
-        _log_names(f"messages[].{name}" for name in message.model_extra or ())
+        log_ignored_fields(message, "messages[].")
 
 
-def _log_names(names: Iterable[str]) -> None:
-    for name in names:
-        if name not in _names_logged and len(_names_logged) < _MAX_NAMES_LOGGED:
-            _names_logged.add(name)
-            _logger.info("ignoring the unknown request field %.80a", name)
+def reject_unsupported(request: ChatCompletionRequest | TokenizeRequest) -> None:
+    """Raise `ApiError` for what a request may ask for but this bridge cannot do."""
+    reject_refused(request)
+    for index, message in enumerate(request.messages or ()):
+        reject_refused(message, f"messages.{index}.")
+    for index, tool in enumerate(request.tools or ()):
+        if tool.get("type", "function") != "function":
+            field = f"tools.{index}.type"
+            raise ApiError(f"{field}: only functions are supported", param=field, code="unsupported_parameter")
+    if request.continue_final_message and request.add_generation_prompt:
+        field = "continue_final_message"
+        raise ApiError(f"{field}: excludes add_generation_prompt", param=field, code="invalid_value")
+    if isinstance(request, ChatCompletionRequest):
+        _reject_unsupported_answer(request)
 
 
-def reject_unsupported(request: ChatCompletionRequest) -> None:
-    """Raise `ApiError` for what a chat may ask for but this bridge cannot do."""
-    if request.stream:
-        raise ApiError("stream: streaming is not supported yet; leave it out or send false", param="stream")
+def _reject_unsupported_answer(request: ChatCompletionRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("stream_options: needs stream to be true", param="stream_options", code="invalid_value")
     if request.top_logprobs and not request.logprobs:
-        raise ApiError("top_logprobs: needs logprobs to be true", param="top_logprobs")
+        raise ApiError("top_logprobs: needs logprobs to be true", param="top_logprobs", code="invalid_value")

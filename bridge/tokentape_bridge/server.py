@@ -1,6 +1,6 @@
-"""Running the app: the listening socket, the ready file, and a graceful end.
+"""Serving the app in one process, and its graceful end.
 
-SIGTERM or SIGINT: no new connections; idle ones close; running requests get `GRACE_SECONDS`, then are cancelled, which
+SIGTERM or SIGINT: no new connections; idle ones close; running requests get the grace period, then are cancelled, which
 aborts them at the engine; the channels to the sidecars close. A second signal skips the wait.
 """
 
@@ -8,65 +8,68 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import uvicorn
 
-from tokentape.process import ListenAddress, write_ready_file
 from tokentape_bridge.app import create_app
+from tokentape_bridge.process import BACKLOG, read_keys
 from tokentape_bridge.settings import Settings
-
-_logger = logging.getLogger(__name__)
-
-GRACE_SECONDS = 30
-"""How long running requests may go on after the first signal."""
 
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open. Clients pool theirs for 15 s and more; the server must not close first."""
 
-_BACKLOG = 2048
+_ACCEPT_AT_ONCE = 16
+"""How many of them one process takes at a time, so that they spread over all that listen."""
 
 
-def bind(address: ListenAddress) -> socket.socket:
-    """Return a socket that listens at `address`. Raises `OSError` when that is taken or not this host's."""
-    host, port = address.host, address.port
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+async def serve(
+    settings: Settings, listener: socket.socket, announce: Callable[[], None], *, lifeline: int | None = None
+) -> None:
+    """Serve the app on `listener` until a signal, or the end of the file `lifeline` (a descriptor), ends it.
 
-
-async def serve(settings: Settings, listener: socket.socket) -> None:
-    """Serve the app on `listener` until a signal ends it."""
+    `announce` is called once it serves. Raises `CannotServeError`.
+    """
     config = uvicorn.Config(
-        create_app(settings),
+        create_app(settings, read_keys(settings)),
         log_config=None,
         access_log=False,
         lifespan="on",
-        backlog=_BACKLOG,
+        ws="none",
+        proxy_headers=False,
+        backlog=_ACCEPT_AT_ONCE,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_graceful_shutdown=settings.http.grace_seconds,  # pyright: ignore[reportArgumentType] # fractions are fine
     )
-    await _Server(config, settings).serve(sockets=[listener])
+    await _Server(config, announce, lifeline).serve(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server, which tells when it serves, and ends with status 0."""
 
-    def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None], lifeline: int | None) -> None:
         super().__init__(config)
-        self._settings = settings
+        self._announce = announce
+        self._lifeline = lifeline
+        self._was_signalled = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if not self.started or not sockets:
             return
-        port: int = sockets[0].getsockname()[1]
-        address = self._settings.listen.with_port(port)
-        _logger.info("serving at http://%s", address)
-        if self._settings.ready_file is not None:
-            write_ready_file(self._settings.ready_file, address)
+        # asyncio has set its own idea of a backlog: as many as it accepts at a time.
+        sockets[0].listen(BACKLOG)
+        self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            # uvicorn would leave the requests to asyncio, and end the lifespan with a traceback.
+            for task in self.server_state.tasks:
+                task.cancel()
+            await self.lifespan.shutdown()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -75,10 +78,18 @@ class _Server(uvicorn.Server):
         signals = (signal.SIGTERM, signal.SIGINT)
         for number in signals:
             loop.add_signal_handler(number, self._stop)
+        if self._lifeline is not None:
+            loop.add_reader(self._lifeline, self._follow_parent, loop, self._lifeline)
         yield
         for number in signals:
             loop.remove_signal_handler(number)
 
     def _stop(self) -> None:
-        self.force_exit = self.should_exit
+        # By signals alone: where a whole process group gets one, the lifeline may end before it arrives.
+        self.force_exit = self._was_signalled
+        self._was_signalled = self.should_exit = True
+
+    def _follow_parent(self, loop: asyncio.AbstractEventLoop, lifeline: int) -> None:
+        """Stop: the lifeline's other end was closed, by a parent that stops or that has died."""
+        loop.remove_reader(lifeline)
         self.should_exit = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,14 @@ example, with a sidecar named "a" at port 50051:
 
 To record a request on a tape, give its id as metadata {"tape_id": "a.0123..."} or in the header x-tape-id. The part
 before the dot names the sidecar that holds the tape, so one bridge can serve many: repeat --sidecar. Requests without
-a tape go to the sidecar that has the fewest. GET /health answers 200 while a sidecar serves, else 503."""
+a tape go to the sidecar that has the fewest. GET /health answers 200 while a sidecar serves, else 503; /metrics is for
+Prometheus; /docs has every route. SIGTERM and SIGINT end it gracefully."""
 
-_SIDECAR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+SIDECAR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+"""What a sidecar may be called."""
+
+DEFAULT_MAX_REQUEST_BYTES = 64 * 1024 * 1024
+"""As much as a sidecar takes in one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +48,30 @@ class ChatSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """How HTTP is served."""
+
+    api_key_file: Path | None
+    """Who has no key of it is refused; see `api_key`. None: everybody is served."""
+    max_request_bytes: int
+    """The largest body of a request."""
+    workers: int
+    """Processes that serve the one address."""
+    grace_seconds: float
+    """How long running requests may go on after the first signal."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """What one bridge process runs with."""
 
     sidecars: Mapping[str, str]
-    """Name of each sidecar (the part of a tape id before the dot) → its gRPC address; at least one."""
+    """Name of each sidecar (the part of a tape id before the dot) → its gRPC address; at least one without a file."""
+    sidecar_file: Path | None
+    """Names more of them, and may change; see `sidecar_file`."""
     listen: ListenAddress
     chat: ChatSettings
+    http: HttpSettings
     ready_file: Path | None
     log_level: Literal["debug", "info", "warning", "error"]
 
@@ -64,24 +87,41 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument(
         "--sidecar",
         action="append",
-        required=True,
+        default=[],
         type=_name_and_address,
         metavar="NAME=ADDRESS",
         help="a sidecar's name and its gRPC address, HOST:PORT or unix:/PATH; repeatable",
     )
+    parser.add_argument(
+        "--sidecar-file",
+        type=Path,
+        metavar="FILE",
+        help='more sidecars, a JSON object {"NAME": "ADDRESS"}; read again whenever it changes, so that sidecars come '
+        "and go without a restart (replace the file as a whole)",
+    )
     _add_chat_options(parser)
+    _add_http_options(parser)
     add_server_options(parser, default_listen="127.0.0.1:8000")
     options = parser.parse_args(arguments)
+    if not options.sidecar and options.sidecar_file is None:
+        parser.error("one of the arguments --sidecar and --sidecar-file is required")
     sidecars = dict[str, str](options.sidecar)
     if len(sidecars) < len(options.sidecar):
         parser.error("argument --sidecar: two sidecars have the same name")
     return Settings(
         sidecars=MappingProxyType(sidecars),
+        sidecar_file=options.sidecar_file,
         listen=options.listen,
         chat=ChatSettings(
             renderer=options.renderer,
             reads_reasoning=options.reasoning_parser == "think",
             continues=not options.no_continuation,
+        ),
+        http=HttpSettings(
+            api_key_file=options.api_key_file,
+            max_request_bytes=options.max_request_bytes,
+            workers=options.workers,
+            grace_seconds=options.grace_seconds,
         ),
         ready_file=options.ready_file,
         log_level=options.log_level,
@@ -108,8 +148,56 @@ def _add_chat_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_http_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="serve only those who send a key of this file (one a line) as Authorization: Bearer KEY or "
+        "x-api-key: KEY; it is read again whenever it changes; /health, /version, /metrics and /docs need none "
+        "(default: no key is needed)",
+    )
+    parser.add_argument(
+        "--max-request-bytes",
+        type=_positive,
+        default=DEFAULT_MAX_REQUEST_BYTES,
+        metavar="N",
+        help=f"answer 413 to a request with a larger body (default: {DEFAULT_MAX_REQUEST_BYTES}, which is 64 MiB)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that serve, each with its own connections to the sidecars (default: 1)",
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="how long running requests may go on after SIGTERM or SIGINT (default: 30); a second signal ends them",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
 def _name_and_address(text: str) -> tuple[str, str]:
     name, equals, address = text.partition("=")
-    if not equals or not address or not _SIDECAR_NAME.fullmatch(name):
+    if not equals or not address or not SIDECAR_NAME.fullmatch(name):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ADDRESS (as in a=127.0.0.1:50051)")
     return name, address

@@ -15,8 +15,14 @@ class TokenBytes:
     def __init__(self, tokenizer: FastTokenizer) -> None:
         """`tokenizer` is the fast tokenizer behind a transformers one."""
         self._id_to_token = tokenizer.id_to_token
-        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        self._is_byte_level = tokenizer.decoder is not None and b'"ByteLevel"' in tokenizer.decoder.__getstate__()
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.is_byte_level = tokenizer.decoder is not None and b'"ByteLevel"' in tokenizer.decoder.__getstate__()
+        """Whether tokens are written in byte-level BPE's alphabet, a character for each byte."""
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        """The ids of tokens that `skip_special_tokens` leaves out."""
+        self.byte_token_ids = frozenset(tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)) - {None}
+        """The ids of tokens that are one byte each, where a vocabulary falls back to them."""
 
     def of(self, token_id: int) -> bytes:
         """Return the bytes of `token_id`; none for an id outside the vocabulary (a model's padding area)."""
@@ -25,7 +31,7 @@ class TokenBytes:
         token: str | None = self._id_to_token(token_id)
         if token is None:
             return b""
-        if self._is_byte_level and all(character in _BYTE_OF for character in token):
+        if self.is_byte_level and all(character in _BYTE_OF for character in token):
             return bytes(_BYTE_OF[character] for character in token)
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.messages import TemplateMessage
+from tokentape_bridge.text_decoder import TextDecoder, text_decoder
 from tokentape_bridge.token_bytes import TokenBytes
 
 _logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class Tokenizer:
         self._complaints = [match[2] for match in _RAISE.finditer(str(tokenizer.chat_template))]
         self.added_token_ids = frozenset(added)
         """The ids that `encode` gives to whole texts, whatever stands around them."""
-        self._bytes = TokenBytes(tokenizer.backend_tokenizer)
+        self._backend = tokenizer.backend_tokenizer
+        self._bytes = TokenBytes(self._backend)
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         # The first use settles truncation and padding inside; later ones only read, so that threads can share it.
         tokenizer.encode("", add_special_tokens=False)
@@ -110,6 +112,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         template_arguments: Mapping[str, Any],
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Return the prompt's token ids: the template's text, encoded with the special tokens that it wrote, no more.
 
@@ -122,6 +125,7 @@ class Tokenizer:
             tools=shielded_tools,
             template_arguments=template_arguments,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
         return self.encode_shielded(text, shields)
 
@@ -132,6 +136,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         template_arguments: Mapping[str, Any],
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the template's text. Raises `ApiError` when the template refuses the messages."""
         if reserved := self._reserved & template_arguments.keys():
@@ -142,10 +147,19 @@ class Tokenizer:
                 messages,
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tokenize=False,
                 **template_arguments,
             )
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             # A template is a program over the client's messages; what it stumbles over is the client's to mend. An
             # error may quote the messages, and is not repeated but for the template's own words.
             own = next((words for words in self._complaints if words == str(error)), "")
@@ -209,6 +223,14 @@ class Tokenizer:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def decoder(self, *, skip_special_tokens: bool) -> TextDecoder:
+        """Return what decodes one completion as it comes, to the text that `decode` has for all its ids."""
+        return text_decoder(self._backend, self._bytes, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str:
+        """Return the vocabulary's own text of a token; empty for an id outside it (a model's padding area)."""
+        return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for."""

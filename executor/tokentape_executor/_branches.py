@@ -108,6 +108,7 @@ def _sample(first: _Branch, link: ParentLink | None) -> Sample:
         call_indices=[branch.call.index for branch in chain],
         finish_reason=last,
         split_cause=first.call.split_cause if link is None else SplitCause.FORK,
+        lora_name=first.call.lora_name,
         parent=link,
     )
 

@@ -43,12 +43,12 @@ def _fate(call: Call, *, has_child: bool, remade: bool) -> DropReason | None:
 
 
 def _siblings(calls: Sequence[Call]) -> list[list[Call]]:
-    """Group calls of one prompt and equal parameters, each group in the order of the calls."""
+    """Group calls of one prompt, one adapter and equal parameters, each group in the order of the calls."""
     groups: defaultdict[object, list[Call]] = defaultdict(list)
     for call in calls:
         # Deterministic, because a map's order (logit_bias) is no difference.
         parameters = call.sampling.SerializeToString(deterministic=True)
-        groups[call.parent_place, tuple(call.prompt_token_ids), parameters].append(call)
+        groups[call.parent_place, tuple(call.prompt_token_ids), call.lora_name, parameters].append(call)
     return list(groups.values())
 
 

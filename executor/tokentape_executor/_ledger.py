@@ -57,7 +57,10 @@ def make_receipt(
 
 
 def _line(call: Call) -> dict[str, Any]:
+    # Only where there is one, so that tapes without adapters keep their hash.
+    lora = {"lora_name": call.lora_name} if call.lora_name else {}
     return {
+        **lora,
         "call": call.index,
         "parent": call.parent_place,
         "split_cause": call.split_cause.value,

@@ -63,6 +63,8 @@ class Call:
     """The parameters in force."""
     split_cause: SplitCause
     """Where there is no parent: why."""
+    lora_name: str
+    """The LoRA adapter that samples it, as its parent; empty: the base model."""
     choices: list[Choice]
 
     @property

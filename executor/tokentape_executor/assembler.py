@@ -13,11 +13,12 @@ Invariants, for every tape that the assembler accepts (numbers in brackets are D
   tape gives. Nothing is inferred from equal ids (4).
 - How the tape was chunked, and how its calls were interleaved, makes no difference: not to the samples, nor to the
   receipt and its hash (7).
-- Versions of the weights, and the marks of uncertain boundaries and stale caches, are each token's own (8).
+- Versions of the weights, and the marks of uncertain boundaries and stale caches, are each token's own (8). The LoRA
+  adapter is each call's, and a call has its parent's: all of a sample was sampled by one adapter, or by the base model.
 
 What is dropped (10). A *child* of a call is any call that continues one of its choices, wherever. *Siblings* are calls
-of the same parent place (call, choice, tokens kept), the same further ids, and equal parameters in force; the n choices
-of one call are none.
+of the same parent place (call, choice, tokens kept), the same further ids, the same LoRA adapter or none, and equal
+parameters in force; the n choices of one call are none.
 
 1. `superseded`: a call without a child, after which a sibling was made that completed or has a child. So of siblings
    all but the last that have no child are dropped, but a repetition that was itself abandoned takes nothing away.
@@ -35,7 +36,8 @@ the one that leads to the latest call; then the first choice. Choices without a 
 something continues them: a call that sampled nothing leaves no sample, and is no error.
 
 What contradicts the contract raises `TapeInconsistent`: entries out of order, missing or repeated, log-probabilities
-that are missing or not finite, prompts without ids, counts that do not add up. Nothing is repaired.
+that are missing or not finite, prompts without ids, another LoRA adapter than the parent's, counts that do not add up.
+Nothing is repaired.
 """
 
 from __future__ import annotations
@@ -138,12 +140,17 @@ class Assembler:
             started.sampling,
             # A cause from a later version of the contract is news for people, and no reason to lose the rollout.
             _SPLIT_CAUSES.get(started.split_cause, SplitCause.UNSPECIFIED),
+            started.lora_name,
             [Choice() for _ in range(started.sampling.n if started.sampling.HasField("n") else 1)],
         )
 
     def _parent(self, started: tape_pb2.TapeEntry.CallStarted) -> tuple[tuple[Call, int], int, int]:
         """Return the parent call and choice, how many of its sampled tokens are kept, and the tokens up to there."""
         parent = self._call(started.parent.call_id)
+        _require(
+            parent.lora_name == started.lora_name,
+            f"call {started.call_id} of the LoRA adapter {started.lora_name!r} continues one of {parent.lora_name!r}",
+        )
         choice = self._choice(parent, started.parent.choice)
         sampled = len(choice.token_ids)
         kept = started.parent.offset if started.parent.HasField("offset") else sampled

@@ -59,7 +59,9 @@ class RolloutRefused(RolloutError):
 
 
 class SidecarFailed(RolloutError):
-    """The sidecar had an error of its own."""
+    """The sidecar, or its engine in one call, had an error of its own."""
+
+    retryable = True
 
 
 class PolicyUnavailable(RolloutError):

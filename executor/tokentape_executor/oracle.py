@@ -8,7 +8,7 @@ What cannot be compared is *refused*, which is an error unless refused tokens ar
 
 - tokens sampled on a stale cache: they are of no one version of the weights;
 - tokens within `BOUNDARY_WINDOW` of an uncertain boundary between versions, on either side;
-- tokens of a version of the weights that the model is not said to have;
+- tokens of a version of the weights, or of a LoRA adapter, that the model is not said to have;
 - in processed mode, calls with penalties, `logit_bias`, `bad_words` or `allowed_token_ids`;
 - calls with structured output, unless a tokenizer is given to recompute its masks with. That is so in raw mode too:
   vLLM applies them before it takes log-probabilities of either mode.
@@ -53,6 +53,7 @@ def verify(
     skip_refused: bool = False,
     logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED,
     weight_versions: Collection[str] | None = None,
+    lora_name: str = "",
     tokenizer: Any = None,
     stop_token_ids: Collection[int] | None = None,
 ) -> OracleReport:
@@ -66,6 +67,7 @@ def verify(
         model,
         logprobs_mode=logprobs_mode,
         weight_versions=weight_versions,
+        lora_name=lora_name,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
     )
@@ -83,6 +85,7 @@ def score(
     *,
     logprobs_mode: LogprobsMode = LogprobsMode.PROCESSED,
     weight_versions: Collection[str] | None = None,
+    lora_name: str = "",
     tokenizer: Any = None,
     stop_token_ids: Collection[int] | None = None,
 ) -> OracleReport:
@@ -90,7 +93,8 @@ def score(
 
     `model`: a causal language model of transformers, in any precision, on any device. `logprobs_mode`: what the tape's
     log-probabilities are of; GetModel says. `weight_versions`: the recorded versions that are the model's weights;
-    `None`: the one that the samples have. `tokenizer`: the model's, of transformers, for structured output.
+    `None`: the one that the samples have. `lora_name`: the LoRA adapter that is merged into the model.
+    `tokenizer`: the model's, of transformers, for structured output.
     `stop_token_ids`: the ids that end a completion by themselves, as GetModel's `eos_token_ids`; `None`: those of the
     model's configuration. Raises `OracleError` where the samples have several versions and it was not said which is the
     model's, or ids that the model does not have.
@@ -104,6 +108,7 @@ def score(
         seen if weight_versions is None else weight_versions,
         tokenizer,
         _eos_token_ids(model) if stop_token_ids is None else frozenset(stop_token_ids),
+        lora_name=lora_name,
     )
     return OracleReport([scorer.score(index, sample) for index, sample in enumerate(samples)])
 
@@ -118,10 +123,13 @@ class _Scorer:
         weight_versions: Collection[str],
         tokenizer: Any,
         stop_token_ids: frozenset[int],
+        *,
+        lora_name: str,
     ) -> None:
         self._model = model
         self._mode = mode
         self._weight_versions = weight_versions
+        self._lora_name = lora_name
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
@@ -183,6 +191,8 @@ class _Scorer:
     def _refused_spans(self, sample: Sample) -> Iterator[tuple[int, int, str]]:
         """Yield start, end and reason of what cannot be compared, but for grammars that turn out not to work."""
         for action in sample.actions:
+            if sample.lora_name != self._lora_name:
+                yield action.start, action.end, f"of the LoRA adapter {sample.lora_name!r}, which is not the model's"
             name = refusal(action.sampling) if self._mode is LogprobsMode.PROCESSED else None
             if name is not None:
                 yield action.start, action.end, f"{name}: its distribution is not recomputed here"

@@ -20,6 +20,11 @@ class Policy(Protocol):
         """What requests to the bridge call the model."""
         ...
 
+    @property
+    def api_key(self) -> str:
+        """What agents show the bridge as their key: one of its `--api-key-file`, or anything where it asks for none."""
+        ...
+
     async def bridge_url(self) -> str:
         """Return the OpenAI base URL (`http://HOST:PORT/v1`) of a bridge that serves and routes to the sidecar.
 

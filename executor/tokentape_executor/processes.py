@@ -2,7 +2,8 @@
 
 Each runs in a session of its own under `_leash.py`, with its output in a log file. Rules:
 
-1. `stop` leaves no process behind that the command has started, whatever sessions or process groups those made.
+1. `stop` leaves no process behind that the command has started, whatever sessions or process groups those made, also
+   where the leash itself was killed: all that it has started has a mark in its environment.
 2. Nothing is left behind either when this process dies without calling `stop`.
 3. A command that dies, or is not ready in time, raises `StartFailed` with the end of its log.
 """
@@ -10,8 +11,10 @@ Each runs in a session of its own under `_leash.py`, with its output in a log fi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,6 +24,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
+import psutil
+
 from tokentape_executor import _leash
 from tokentape_executor.errors import StartFailed
 
@@ -29,13 +34,19 @@ _T = TypeVar("_T")
 _PROBE_INTERVAL_SECONDS = 0.1
 _LOG_TAIL_BYTES = 4096
 _FORCE_SECONDS = 1.5
+_KILL_SECONDS = 1.0
+_MARK = "TOKENTAPE_LEASH"
+"""The variable that all have that one leash has started, with a value of its own."""
 
 
 class ChildProcess:
     """One command, running. Its methods may be called from any thread."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log_file: Path, grace_seconds: float) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], log_file: Path, grace_seconds: float, mark: str
+    ) -> None:
         """Use `start`."""
+        self._mark = mark
         self.name = name
         self.log_file = log_file
         self._process = process
@@ -60,6 +71,7 @@ class ChildProcess:
         directory, `scratch` a directory that is removed when all has ended, `grace_seconds` the time between SIGTERM
         and SIGKILL. Raises `StartFailed` where the program cannot be executed.
         """
+        mark = secrets.token_hex(16)
         leash = [sys.executable, "-P", _leash.__file__, str(os.getpid()), str(grace_seconds), str(scratch or "")]
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as log:
@@ -69,24 +81,33 @@ class ChildProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment,
+                    env={**(os.environ if environment is None else environment), _MARK: mark},
                     cwd=directory,
                     start_new_session=True,
                 )
             except OSError as error:
                 raise StartFailed(f"{name} could not be started: {error}") from error
-        return cls(name, process, log_file, grace_seconds)
+        return cls(name, process, log_file, grace_seconds, mark)
 
     @property
     def running(self) -> bool:
         """Whether the command runs."""
         return self._process.poll() is None
 
+    @property
+    def status(self) -> int | None:
+        """The command's exit status: 128 + n where signal n ended it; `None` while it runs."""
+        return self._process.poll()
+
     def log_tail(self) -> str:
         """Return the end of the log, at most 4 KiB."""
         with self.log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return log.read().decode(errors="replace").strip()
+
+    def log_end(self) -> str:
+        """Return where the log is and how it ends, as a part of a message."""
+        return f"its log, {self.log_file}, ends with:\n{self.log_tail()}"
 
     async def wait_for(self, probe: Callable[[], Awaitable[_T | None]], *, what: str, timeout_seconds: float) -> _T:
         """Return the first result of `probe` that is not `None`; it is asked every tenth of a second.
@@ -132,9 +153,28 @@ class ChildProcess:
                     # Something below cannot be killed: it hangs in the kernel.
                     self._process.kill()
                     self._process.wait()
+            if self._process.returncode < 0:
+                _kill_marked(self._mark)
 
     def _failed(self, problem: str) -> StartFailed:
-        return StartFailed(f"{self.name} {problem}; its log, {self.log_file}, ends with:\n{self.log_tail()}")
+        return StartFailed(f"{self.name} {problem}; {self.log_end()}")
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what a leash that was killed has left behind; return when it has ended, or after a moment."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (left := [each for each in psutil.process_iter() if _has_mark(each, mark)]) and time.monotonic() < deadline:
+        for each in left:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        psutil.wait_procs(left, timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(_MARK) == mark
+    except (psutil.Error, OSError):
+        return False  # it has ended, or is another user's
 
 
 def _address_in(ready_file: Path) -> str | None:

@@ -42,6 +42,7 @@ class SplitCause(enum.StrEnum):
     MESSAGE_LOST = "message_lost"
     PARENT_INCOMPLETE = "parent_incomplete"
     CONTINUATION_OFF = "continuation_off"
+    LORA_CHANGED = "lora_changed"
     FORK = "fork"
     """Its first call continues a place that another sample goes on from, or holds more after."""
 

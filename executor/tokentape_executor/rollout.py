@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokentape_executor.errors import RolloutError
 from tokentape_executor.trajectory import Trajectory
+
+Row = Mapping[str, Any]
+"""One task, as its agent takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +36,15 @@ class Rollout:
     failure: str | None = None
     """Where this is a placeholder: why the rollout failed the last time. Its one token is sampled from the rollout's
     prompt, and its reward is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRollout:
+    """One rollout that gave nothing, in its place among others."""
+
+    task_index: int
+    """Which of the tasks, from 0."""
+    error: RolloutError
+    """What it failed of the last time."""
+    attempts: int = 1
+    """How often it was run."""

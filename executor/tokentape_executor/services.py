@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, Self
-
-import httpx
+from typing import Protocol
 
 from tokentape_executor.errors import StartFailed
-from tokentape_executor.processes import ChildProcess
-from tokentape_executor.settings import ExecutorSettings
 
 
 class Stoppable(Protocol):
@@ -33,7 +28,7 @@ class ServiceGroup:
         self.directory = Path(tempfile.mkdtemp(prefix="tokentape-"))
         """For the group's files; it goes with the group."""
         self._log_directory = log_directory or self.directory / "logs"
-        self._members: list[Stoppable] = []
+        self._stops: list[Callable[[], None]] = []
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -42,76 +37,26 @@ class ServiceGroup:
         return self._log_directory / f"{name}.log"
 
     def add(self, member: Stoppable) -> None:
-        """Make `member` end with the group. Where that was stopped already, stops `member` and raises `StartFailed`."""
+        """Make `member` end with the group; see `add_stop`."""
+        self.add_stop(member.stop)
+
+    def add_stop(self, stop: Callable[[], None]) -> None:
+        """Have the group call `stop` when it stops. Where it has already, calls it now and raises `StartFailed`."""
         with self._lock:
             if not self._stopped:
-                self._members.append(member)
+                self._stops.append(stop)
                 return
-        member.stop()
+        stop()
         raise StartFailed("it was shut down while it started")
 
     def stop(self) -> None:
         """Stop all members, at the same time, and remove the directory. From any thread; again does nothing."""
         with self._lock:
             self._stopped = True
-            members, self._members = self._members, []
-            threads = [threading.Thread(target=member.stop) for member in members]
+            stops, self._stops = self._stops, []
+            threads = [threading.Thread(target=stop) for stop in stops]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
             shutil.rmtree(self.directory, ignore_errors=True)
-
-
-class Bridge:
-    """A bridge process."""
-
-    def __init__(self, process: ChildProcess, ready_file: Path, timeout_seconds: float) -> None:
-        """Use `launch`."""
-        self._process = process
-        self._ready_file = ready_file
-        self._timeout_seconds = timeout_seconds
-
-    @classmethod
-    def launch(
-        cls,
-        sidecars: Mapping[str, str],
-        group: ServiceGroup,
-        settings: ExecutorSettings,
-        *,
-        options: Sequence[str] = (),
-    ) -> Self:
-        """Start the process in front of `sidecars` (name to gRPC address), a member of `group`; return at once.
-
-        `options` are more of `tokentape-bridge --help`.
-        """
-        ready_file = group.directory / "bridge.ready"
-        process = ChildProcess.start(
-            "bridge",
-            [
-                *(sys.executable, "-P", "-c", "from tokentape.console import bridge; bridge()"),
-                *(f"--sidecar={name}={address}" for name, address in sidecars.items()),
-                *("--listen", "127.0.0.1:0", "--ready-file", str(ready_file)),
-                *options,
-            ],
-            log_file=group.log_file("bridge"),
-        )
-        group.add(process)
-        return cls(process, ready_file, settings.start_timeout_seconds)
-
-    async def wait_ready(self) -> str:
-        """Return the OpenAI base URL (`http://HOST:PORT/v1`) once the bridge, and a sidecar behind it, serve.
-
-        Raises `StartFailed`.
-        """
-        address = await self._process.wait_for_ready_file(self._ready_file, timeout_seconds=self._timeout_seconds)
-        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as http:
-
-            async def healthy() -> bool | None:
-                try:
-                    return True if (await http.get(f"http://{address}/health")).is_success else None
-                except httpx.TransportError:
-                    return None
-
-            await self._process.wait_for(healthy, what="good health", timeout_seconds=self._timeout_seconds)
-        return f"http://{address}/v1"

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from tokentape.v1 import tape_pb2, tape_pb2_grpc, types_pb2
+from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
 from tokentape_executor.assembler import positions
 from tokentape_executor.errors import from_rpc_error
 
@@ -69,7 +69,9 @@ class TapeClient:
         long as it does by itself.
         """
         self._stub = tape_pb2_grpc.TapeServiceStub(channel)
-        self._sidecar_name = sidecar_name
+        self._generation = generation_pb2_grpc.GenerationServiceStub(channel)
+        self.sidecar_name = sidecar_name
+        """The part of its tapes' ids before the dot."""
         self._time_to_live = None if time_to_live_seconds is None else _duration(time_to_live_seconds)
 
     async def open(
@@ -84,7 +86,7 @@ class TapeClient:
         `max_context_tokens` bounds prompt and completion together in each call, in tokens; the fields that
         `sampling_policy` has hold for every call. Raises `RolloutError` by the table in `errors.py`.
         """
-        tape_id = f"{self._sidecar_name}.{secrets.token_hex(_ID_BYTES)}"
+        tape_id = f"{self.sidecar_name}.{secrets.token_hex(_ID_BYTES)}"
         request = tape_pb2.OpenTapeRequest(
             tape_id=tape_id,
             limits=tape_pb2.TapeLimits(
@@ -123,7 +125,7 @@ class TapeClient:
                         sequence = entry.sequence + positions(entry)
             except grpc.aio.AioRpcError as error:
                 lost_since = lost_since or time.monotonic()
-                if not _may_come_back(error, lost_since):
+                if not _may_come_back(error, lost_since, PATIENCE_SECONDS):
                     raise from_rpc_error("watching a tape", error) from error
             else:
                 return
@@ -132,27 +134,42 @@ class TapeClient:
                 call.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def seal(self, tape: OpenedTape) -> None:
-        """End the tape: its running calls are aborted, later ones refused. Waits for the sidecar as `watch` does.
+    async def seal(self, tape: OpenedTape, *, patience_seconds: float | None = None) -> None:
+        """End the tape: its running calls are aborted, later ones refused.
 
-        Raises as `open` does.
+        Waits `patience_seconds` for the sidecar; `None`: as long as `watch` does. Raises as `open` does.
         """
+        patience = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
         request = tape_pb2.SealTapeRequest(tape_id=tape.tape_id, reader_token=tape.reader_token)
         started = time.monotonic()
         while True:
             try:
-                await self._stub.SealTape(request, timeout=_UNARY_TIMEOUT_SECONDS)
+                await self._stub.SealTape(request, timeout=min(patience, _UNARY_TIMEOUT_SECONDS))
             except grpc.aio.AioRpcError as error:
-                if not _may_come_back(error, started):
+                if not _may_come_back(error, started, patience):
                     raise from_rpc_error("sealing a tape", error) from error
             else:
                 return
             await asyncio.sleep(_RETRY_SECONDS)
 
+    async def sample(
+        self, tape_id: str, prompt_token_ids: Sequence[int], sampling: types_pb2.SamplingParameters
+    ) -> None:
+        """Make one call on the tape, which has what came of it. Raises as `open` does."""
+        request = generation_pb2.GenerateRequest(tape_id=tape_id, prompt_token_ids=prompt_token_ids, sampling=sampling)
+        call = self._generation.Generate(request)
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error("sampling", error) from error
+        finally:
+            call.cancel()
 
-def _may_come_back(error: grpc.aio.AioRpcError, lost_since: float) -> bool:
+
+def _may_come_back(error: grpc.aio.AioRpcError, lost_since: float, patience_seconds: float) -> bool:
     """Whether to try again after `error`, with the sidecar away since `lost_since` (monotonic)."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() - lost_since <= PATIENCE_SECONDS
+    return error.code() is grpc.StatusCode.UNAVAILABLE and time.monotonic() - lost_since <= patience_seconds
 
 
 def _duration(seconds: float) -> Duration:

@@ -57,6 +57,7 @@ def to_script(entries: Sequence[tape_pb2.TapeEntry], model: generation_pb2.GetMo
             "vocab_size": model.vocabulary_size,
             "eos_token_ids": list(model.eos_token_ids),
             "max_logprobs": model.max_top_logprobs,
+            "lora_names": list(model.lora_names),
         },
         "calls": list(calls.values()),
     }

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from tokentape.v1 import types_pb2
+from tokentape_executor.errors import NothingSampled
 from tokentape_executor.receipt import Receipt, SplitCause
 
 
@@ -88,6 +89,8 @@ class Sample:
     """Why it begins, and is not the continuation of another."""
     parent: ParentLink | None
     """Where it forks off. `None`: its prompt stands on its own."""
+    lora_name: str = ""
+    """The LoRA adapter that sampled all of its actions; empty: the base model."""
 
     @property
     def action_ranges(self) -> list[tuple[int, int]]:
@@ -120,3 +123,9 @@ class Trajectory:
     """What became of every sampled token."""
     call_ids: list[str]
     """The calls' names at the sidecar, by their index on the tape."""
+
+    def check_sampled(self) -> None:
+        """Raise `NothingSampled` where no sampled token was kept, saying what became of those that were not."""
+        if not self.samples:
+            lost = ", ".join(f"{count} {reason}" for reason, count in self.receipt.dropped.items() if count) or "none"
+            raise NothingSampled(f"no token to train on in {self.receipt.calls} calls; dropped: {lost}")

@@ -14,12 +14,14 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from tokentape_sidecar.engine import Engine, EngineCall, FinishReason, Sampling
 from tokentape_sidecar.errors import (
     ContextOverflow,
+    EngineStalled,
     InvalidArgument,
     LimitReached,
     NotFound,
@@ -27,7 +29,7 @@ from tokentape_sidecar.errors import (
 )
 from tokentape_sidecar.record import CallRecord, Origin, Parent
 from tokentape_sidecar.tape import Tape
-from tokentape_sidecar.validation import check_sampling, check_token_ids
+from tokentape_sidecar.validation import check_lora, check_sampling, check_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +68,18 @@ class Calls:
         self._aborted: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = True
+        self._silent_seconds: float | None = None
+        self._emitted_by_ended = 0
 
     @property
     def running_count(self) -> int:
         """Calls that have not ended."""
         return len(self._running)
+
+    @property
+    def emitted_count(self) -> int:
+        """A number that grows whenever the engine samples or ends a call by itself; tokens of all calls, mostly."""
+        return self._emitted_by_ended + sum(record.sampled_token_count for record in self._running.values())
 
     async def start(self, request: CallRequest, tape: Tape | None) -> CallRecord:
         """Check a call, put it on its tape and give it to the engine.
@@ -80,9 +89,12 @@ class Calls:
         """
         if not self._accepting:
             raise ShuttingDown("the sidecar is shutting down and takes no more calls")
+        if self._silent_seconds is not None:
+            raise EngineStalled(self._silent_seconds)
         if tape is not None:
             tape.check_open()
-        parent = _resolve_parent(request.parent, tape)
+        check_lora(request.lora_name, self._engine.model)
+        parent = _resolve_parent(request, tape)
         check_token_ids("prompt_token_ids", request.prompt_token_ids, self._engine.model.vocabulary_size)
         record = CallRecord(
             call_id=f"call-{uuid.uuid4().hex}",
@@ -91,6 +103,7 @@ class Calls:
             parent=parent,
             origin=request.origin,
             call_index=len(tape.calls) if tape else 0,
+            lora_name=request.lora_name,
             listener=tape,
         )
         if tape is not None:
@@ -124,6 +137,17 @@ class Calls:
         for record in running:
             await record.wait_ended()
         tape.seal()
+
+    @contextmanager
+    def stalled(self, silent_seconds: float) -> Generator[None]:
+        """Fail every running call, aborting it at the engine, and take no new one within; all with `EngineStalled`."""
+        self._silent_seconds = silent_seconds
+        for record in list(self._running.values()):
+            record.fail(EngineStalled(silent_seconds))
+        try:
+            yield
+        finally:
+            self._silent_seconds = None
 
     async def drain(self, grace_seconds: float) -> None:
         """Refuse new calls, let running ones finish within the grace period, then abort the rest.
@@ -188,6 +212,7 @@ class Calls:
             )
         except asyncio.CancelledError:
             # The client left: nothing has failed.
+            self._aborted.add(call_id)
             self._own(self._engine.abort(call_id))
             for choice in range(len(record.choices)):
                 record.finish(choice, FinishReason.ABORT)
@@ -195,14 +220,16 @@ class Calls:
         except Exception as error:
             record.fail(error)
             raise
-        # An abort that came while the engine was still taking the call found nothing to end there.
-        if call_id in self._aborted and not record.ended:
+        # An abort or a failure that came while the engine was still taking the call found nothing to end there.
+        if record.error is not None or (call_id in self._aborted and not record.ended):
             await self._engine.abort(call_id)
 
     def _forget(self, record: CallRecord) -> None:
         aborted = record.call_id in self._aborted
         self._running.pop(record.call_id, None)
         self._aborted.discard(record.call_id)
+        # The end of an aborted call may be our own doing.
+        self._emitted_by_ended += record.sampled_token_count + (not aborted)
         # A record can fail by what the engine gave it while the engine itself goes on.
         if record.error is not None and not aborted:
             self._own(self._engine.abort(record.call_id))
@@ -226,7 +253,8 @@ class Calls:
         return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
-def _resolve_parent(reference: CallReference | None, tape: Tape | None) -> Parent | None:
+def _resolve_parent(request: CallRequest, tape: Tape | None) -> Parent | None:
+    reference = request.parent
     if reference is None:
         return None
     if tape is None:
@@ -234,6 +262,11 @@ def _resolve_parent(reference: CallReference | None, tape: Tape | None) -> Paren
     record = tape.call(reference.call_id)
     if record is None:
         raise NotFound(f"parent.call_id: no call {reference.call_id!r} on this tape")
+    if record.lora_name != request.lora_name:
+        # Its tokens would be those of one sample, and no single policy has sampled them.
+        raise InvalidArgument(
+            "lora_name", f"the parent was sampled with {record.lora_name!r}, not {request.lora_name!r}"
+        )
     if reference.choice >= len(record.choices):
         raise InvalidArgument(
             "parent.choice", f"the call has {len(record.choices)} choices, not a choice {reference.choice}"

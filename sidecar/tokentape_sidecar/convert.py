@@ -220,6 +220,7 @@ def _call_started_to_proto(record: CallRecord) -> tape_pb2.TapeEntry.CallStarted
         sampling=sampling_to_proto(record.sampling),
         anchor=record.origin.anchor,
         split_cause=types_pb2.SplitCause.ValueType(0 if record.parent else record.origin.split_cause.value),
+        lora_name=record.lora_name,
     )
 
 
@@ -229,6 +230,7 @@ def found_call_to_proto(record: CallRecord, *, include_prompt: bool) -> tape_pb2
         call_id=record.call_id,
         anchor=record.origin.anchor,
         context_fingerprint=record.origin.context_fingerprint,
+        lora_name=record.lora_name,
         prompt_token_ids=record.prompt_token_ids() if include_prompt else None,
         choices=[
             tape_pb2.FindCallsResponse.FoundChoice(
@@ -254,4 +256,5 @@ def model_to_proto(model: Model, *, weight_version: str, sidecar_name: str) -> g
         weight_version=weight_version,
         sidecar_name=sidecar_name,
         max_top_logprobs=model.max_top_logprobs,
+        lora_names=model.lora_names,
     )

@@ -91,6 +91,7 @@ class EngineCall:
     sampling: Sampling
     priority: int = 0
     lora_name: str = ""
+    """One of the model's `lora_names`; empty: the base model."""
     cache_salt: str = ""
 
 
@@ -108,6 +109,8 @@ class Model:
     engine: str
     engine_version: str
     tokenizer_directory: Path
+    lora_names: tuple[str, ...] = ()
+    """The adapters that a call may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +182,25 @@ class Engine(Protocol):
         """The version of the weights that would sample the next token; empty while none was ever set."""
         ...
 
+    @property
+    def held(self) -> bool:
+        """Whether somebody keeps the engine from sampling just now: by a pause, sleep, or a change of its weights."""
+        ...
+
     async def submit(self, call: EngineCall, sink: Sink) -> None:
         """Start `call` and return; its tokens go to `sink` as they are sampled.
 
-        Raises `InvalidArgument` for what only the engine can judge (a grammar, say), `NotFound` for an unknown LoRA,
-        `EngineDead` when there is no engine any more.
+        Raises `InvalidArgument` for what only the engine can judge (a grammar, say), `EngineDead` when there is no
+        engine any more.
         """
         ...
 
     async def abort(self, call_id: str) -> None:
         """End a running call; returns when the engine was told. An unknown or finished call is left alone."""
+        ...
+
+    async def ping(self) -> None:
+        """Ask whatever it is that samples, and return when it has answered; not before a stopped engine goes on."""
         ...
 
     async def wait_dead(self) -> None:

@@ -55,6 +55,14 @@ class EngineDead(TokentapeError):
     """The engine is gone; nothing more can be sampled until it is restarted."""
 
 
+class EngineStalled(TokentapeError):
+    """The engine is there and gives nothing; it may come back."""
+
+    def __init__(self, silent_seconds: float) -> None:
+        """`silent_seconds` is how long it had given nothing when that was noticed."""
+        super().__init__(f"the engine has stalled: it has emitted nothing for {silent_seconds:g} s")
+
+
 class EngineBusy(TokentapeError):
     """The engine takes no more calls for the moment."""
 

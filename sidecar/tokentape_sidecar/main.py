@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from tokentape_sidecar.errors import TokentapeError
 from tokentape_sidecar.script import Script, ScriptError
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import AddressInUse, Sidecar
+from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
 
 logger = logging.getLogger("tokentape.sidecar")
 
@@ -50,9 +52,11 @@ class Settings:
     ready_file: Path | None
     log_level: str
     grace_seconds: float
+    stall_limit_seconds: float
     model: str | None
     served_model_name: str | None
     logprobs_mode: Literal["processed", "raw"]
+    loras: Mapping[str, Path]
     script: Path | None
     tokenizer: Path | None
     vllm_arguments: tuple[str, ...]
@@ -62,6 +66,13 @@ def _sidecar_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", text):
         raise argparse.ArgumentTypeError(f"{text!r} must be 1 to 64 letters, digits, '-' or '_'")
     return text
+
+
+def _lora(text: str) -> tuple[str, Path]:
+    name, equals, directory = text.partition("=")
+    if not (name and equals and directory):
+        raise argparse.ArgumentTypeError(f"{text!r} must be of the form NAME=DIR")
+    return name, Path(directory)
 
 
 def _seconds(text: str) -> float:
@@ -95,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long running calls may go on after SIGTERM or SIGINT (default: 10); a second signal exits at once",
     )
+    parser.add_argument(
+        "--stall-limit",
+        type=_seconds,
+        default=DEFAULT_STALL_LIMIT_SECONDS,
+        dest="stall_limit_seconds",
+        metavar="S",
+        help="when calls run and the engine has emitted nothing for this long, they fail with UNAVAILABLE and no more "
+        f"are taken until it answers again; 0: never (default: {DEFAULT_STALL_LIMIT_SECONDS:g})",
+    )
     parser.add_argument("--engine", choices=["vllm", "scripted"], default="vllm", help="default: vllm")
     vllm = parser.add_argument_group("vLLM")
     vllm.add_argument("--model", help="a model directory, or a name that vLLM can load")
@@ -105,6 +125,15 @@ def _parser() -> argparse.ArgumentParser:
         default="processed",
         help="log-probabilities of the distribution that is sampled from, or of the model's raw softmax "
         "(default: processed)",
+    )
+    vllm.add_argument(
+        "--lora",
+        type=_lora,
+        action="append",
+        default=[],
+        dest="loras",
+        metavar="NAME=DIR",
+        help="serve the LoRA adapter in DIR (PEFT's format) as well, under this name; may be repeated",
     )
     scripted = parser.add_argument_group("scripted engine")
     scripted.add_argument("--script", type=Path, metavar="FILE", help="what to replay")
@@ -125,6 +154,11 @@ def parse_settings(arguments: list[str]) -> Settings:
         parser.error("--engine scripted needs --script and --tokenizer")
     if options.engine == "scripted" and dashes:
         parser.error("options after -- are vLLM's; --engine scripted takes none")
+    if options.engine == "scripted" and options.loras:
+        parser.error("--lora is vLLM's; --engine scripted has the script's model.lora_names")
+    if len(dict(options.loras)) < len(options.loras):
+        parser.error("--lora: two adapters have the same name")
+    options.loras = dict(options.loras)
     return Settings(**vars(options), vllm_arguments=tuple(vllm_arguments))
 
 
@@ -145,6 +179,7 @@ async def _make_engine(settings: Settings) -> Engine:
         model=settings.model,
         served_model_name=settings.served_model_name,
         logprobs_mode=settings.logprobs_mode,
+        loras=settings.loras,
         arguments=settings.vllm_arguments,
     )
 
@@ -172,7 +207,12 @@ async def _serve(settings: Settings) -> None:
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     try:
-        sidecar = await Sidecar.start(engine, listen=settings.listen, name=settings.name)
+        sidecar = await Sidecar.start(
+            engine,
+            listen=settings.listen,
+            name=settings.name,
+            stall_limit_seconds=settings.stall_limit_seconds,
+        )
         logger.info("serving %s on %s as %r", engine.model.name, sidecar.address, sidecar.name)
         if settings.ready_file is not None:
             write_ready_file(settings.ready_file, ListenAddress.parse(sidecar.address))

@@ -118,6 +118,7 @@ class SplitCause(enum.Enum):
     MESSAGE_LOST = 11
     PARENT_INCOMPLETE = 12
     CONTINUATION_OFF = 13
+    LORA_CHANGED = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +161,14 @@ class CallRecord:
         parent: Parent | None = None,
         origin: Origin = _NO_ORIGIN,
         call_index: int = 0,
+        lora_name: str = "",
         listener: RecordListener | None = None,
     ) -> None:
         """`prompt_suffix` is the prompt, or with a parent its ids after the parent's; `sampling.n` must be set."""
         self.call_id = call_id
         self.call_index = call_index
+        self.lora_name = lora_name
+        """The adapter that samples it; empty: the base model."""
         self.prompt_suffix = array("I", prompt_suffix)
         self.sampling = sampling
         self.parent = parent

@@ -25,6 +25,7 @@ STATUS_OF: dict[type[errors.TokentapeError], grpc.StatusCode] = {
     errors.TapeSealed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.EngineDead: grpc.StatusCode.UNAVAILABLE,
+    errors.EngineStalled: grpc.StatusCode.UNAVAILABLE,
     errors.EngineBusy: grpc.StatusCode.UNAVAILABLE,
     errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
     errors.CallError: grpc.StatusCode.INTERNAL,

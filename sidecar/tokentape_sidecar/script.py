@@ -42,6 +42,7 @@ class ScriptedModel(_Strict):
     vocab_size: int = Field(default=151_936, ge=1)
     eos_token_ids: tuple[_TokenId, ...] = ()
     max_logprobs: int = Field(default=20, ge=0)
+    lora_names: tuple[str, ...] = ()
 
 
 class Expectation(_Strict):

@@ -58,6 +58,7 @@ class ScriptedEngine:
             engine="scripted",
             engine_version=importlib.metadata.version("tokentape"),
             tokenizer_directory=tokenizer_directory,
+            lora_names=script.model.lora_names,
         )
 
     @property
@@ -69,6 +70,11 @@ class ScriptedEngine:
     def weight_version(self) -> str:
         """The version of the last step that named one."""
         return self._weight_version
+
+    @property
+    def held(self) -> bool:
+        """Never: a script is not paused (see `engine.Engine`)."""
+        return False
 
     @property
     def unused_call_count(self) -> int:
@@ -96,6 +102,9 @@ class ScriptedEngine:
         running = self._running.get(call_id)
         if running is not None and running.task is not None:
             running.task.cancel()
+
+    async def ping(self) -> None:
+        """Return: only calls wait in a script (see `engine.Engine`)."""
 
     async def wait_dead(self) -> None:
         """Never returns: a script does not die."""

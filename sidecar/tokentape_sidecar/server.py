@@ -8,6 +8,7 @@ Shutdown, each phase bounded:
 4. the engine closes, unless it was handed in.
 
 An engine that dies turns health to NOT_SERVING and fails its calls with UNAVAILABLE; the server stays up to say so.
+One that stalls does the same until it answers again (see `stall`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.generation_servicer import GenerationServicer
 from tokentape_sidecar.rpc_errors import ErrorInterceptor
+from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS, StallWatch
 from tokentape_sidecar.tape_servicer import TapeServicer
 from tokentape_sidecar.tape_store import TapeStore
 from tokentape_sidecar.tokenizer_archive import pack_tokenizer
@@ -58,7 +60,7 @@ class AddressInUse(RuntimeError):
 class Sidecar:
     """A sidecar that serves. Make one with `start`."""
 
-    def __init__(self, engine: Engine, *, name: str, tokenizer_archive: bytes) -> None:
+    def __init__(self, engine: Engine, *, name: str, tokenizer_archive: bytes, stall_limit_seconds: float) -> None:
         """Use `start`."""
         self.name = name
         self.address = ""
@@ -66,6 +68,12 @@ class Sidecar:
         self._calls = Calls(engine)
         self._tapes = TapeStore(name, engine.model, self._calls)
         self._health = HealthServicer()
+        self._engine_dead = False
+        self._stall_watch = (
+            StallWatch(engine, self._calls, limit_seconds=stall_limit_seconds, on_change=self._tell_health)
+            if stall_limit_seconds
+            else None
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
         servicer = GenerationServicer(
@@ -91,13 +99,23 @@ class Sidecar:
         )
 
     @classmethod
-    async def start(cls, engine: Engine, *, listen: ListenAddress, name: str) -> Self:
+    async def start(
+        cls,
+        engine: Engine,
+        *,
+        listen: ListenAddress,
+        name: str,
+        stall_limit_seconds: float = DEFAULT_STALL_LIMIT_SECONDS,
+    ) -> Self:
         """Serve `engine` at `listen` (port 0 picks a free one; `address` then tells it).
+
+        An engine that emits nothing for `stall_limit_seconds`, while calls run and nobody holds it, has stalled; 0: it
+        may be silent for ever.
 
         Raises `AddressInUse`, or `NotFound` where the engine's tokenizer directory holds no tokenizer.
         """
         archive = await asyncio.to_thread(pack_tokenizer, engine.model.tokenizer_directory)
-        sidecar = cls(engine, name=name, tokenizer_archive=archive)
+        sidecar = cls(engine, name=name, tokenizer_archive=archive, stall_limit_seconds=stall_limit_seconds)
         try:
             port = sidecar._server.add_insecure_port(str(listen))
         except RuntimeError:
@@ -108,7 +126,7 @@ class Sidecar:
             asyncio.create_task(sidecar._follow_engine()),
             asyncio.create_task(sidecar._tapes.sweep_forever()),
         ]
-        await sidecar._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await sidecar._tell_health()
         return sidecar
 
     @property
@@ -127,9 +145,24 @@ class Sidecar:
         await self._calls.close()
 
     async def _follow_engine(self) -> None:
-        await self._engine.wait_dead()
+        watch = asyncio.create_task(self._stall_watch.run()) if self._stall_watch else None
+        try:
+            await self._engine.wait_dead()
+        finally:
+            if watch is not None:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
         logger.error("the engine has died; this sidecar no longer serves")
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._engine_dead = True
+        await self._tell_health()
+
+    async def _tell_health(self) -> None:
+        stalled = self._stall_watch is not None and self._stall_watch.stalled
+        await self._set_health(
+            health_pb2.HealthCheckResponse.NOT_SERVING
+            if self._engine_dead or stalled
+            else health_pb2.HealthCheckResponse.SERVING
+        )
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", GENERATION_SERVICE, TAPE_SERVICE):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from tokentape_sidecar.engine import Model, Sampling
-from tokentape_sidecar.errors import InvalidArgument
+from tokentape_sidecar.errors import InvalidArgument, NotFound
 
 _MAX_CHOICES = 128
 _MAX_PENALTY = 2.0
@@ -23,6 +23,13 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocabulary_size: int) 
     raise InvalidArgument(
         f"{field}[{position}]", f"token id {token_ids[position]} is not in the vocabulary of {vocabulary_size} tokens"
     )
+
+
+def check_lora(name: str, model: Model) -> None:
+    """Raise `NotFound` for an adapter that `model` has not; empty names none."""
+    if name and name not in model.lora_names:
+        there_are = ", ".join(model.lora_names) or "none"
+        raise NotFound(f"lora_name: no LoRA adapter {name!r} is loaded; there are: {there_are}")
 
 
 def check_sampling(sampling: Sampling, model: Model, *, field: str = "sampling") -> None:

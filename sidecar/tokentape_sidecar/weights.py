@@ -66,6 +66,7 @@ class WeightObserver:
         self._unnamed_updates = 0
         self._update_open = False
         self._paused = False
+        self._control_calls = 0
         self._opened_while_sampling = False
         self._cache_empty = False
         self._prefixes_empty = False
@@ -78,6 +79,11 @@ class WeightObserver:
     def version(self) -> str:
         """The version of the weights that would sample the next token."""
         return self._version(self._unnamed_updates + self._update_open)
+
+    @property
+    def held(self) -> bool:
+        """Whether the engine is paused or asleep, or one of its watched methods has not returned."""
+        return self._paused or self._control_calls > 0
 
     def weights(self, *, boundary_uncertain: bool, stale_cache: bool) -> Weights:
         """Return the weights of the latest step; the same object as long as they are the same."""
@@ -135,7 +141,7 @@ class WeightObserver:
             ("reset_prefix_cache", None, self._on_cache_reset),
         ):
             method: Callable[..., Awaitable[Any]] = getattr(self._engine, name)
-            self._watched[name] = _watched(method, before, after)
+            self._watched[name] = self._standing_before(method, before, after)
             setattr(self._engine, name, self._watched[name])
 
     def _on_worker_call(self, method: object, *_: Any, **__: Any) -> None:
@@ -178,19 +184,25 @@ class WeightObserver:
         self._cache_empty = True
         self.prefix_is_stale = False
 
+    def _standing_before(
+        self,
+        method: Callable[..., Awaitable[Any]],
+        before: Callable[..., None] | None,
+        after: Callable[..., None] | None,
+    ) -> Callable[..., Awaitable[Any]]:
+        """Return `method`, telling `before` its arguments when it is called, and `after` its result and them."""
 
-def _watched(
-    method: Callable[..., Awaitable[Any]], before: Callable[..., None] | None, after: Callable[..., None] | None
-) -> Callable[..., Awaitable[Any]]:
-    """Return `method`, telling `before` its arguments when it is called, and `after` its result and them."""
+        @functools.wraps(method)
+        async def call(*args: Any, **kwargs: Any) -> object:
+            if before is not None:
+                before(*args, **kwargs)
+            self._control_calls += 1
+            try:
+                result = await method(*args, **kwargs)
+            finally:
+                self._control_calls -= 1
+            if after is not None:
+                after(result, *args, **kwargs)
+            return result
 
-    @functools.wraps(method)
-    async def call(*args: Any, **kwargs: Any) -> object:
-        if before is not None:
-            before(*args, **kwargs)
-        result = await method(*args, **kwargs)
-        if after is not None:
-            after(result, *args, **kwargs)
-        return result
-
-    return call
+        return call

@@ -75,7 +75,12 @@ class Bridge(ServerProcess):
 
     def __init__(self, command: list[str], directory: Path) -> None:
         super().__init__(command, directory)
-        self.client = httpx.Client(base_url=f"http://{self.address}", timeout=20)
+        try:
+            self.client = httpx.Client(base_url=f"http://{self.address}", timeout=20)
+        except BaseException:
+            # Nobody else would: it is no context yet.
+            self.kill()
+            raise
 
     def __exit__(self, *details: object) -> None:
         self.client.close()

@@ -65,7 +65,9 @@ def rewritten(agent: Agent, arguments: str) -> None:
         '{"q":[1,{"x":true,"y":null}],"p":"\\u0061"}',
     ],
 )
-async def test_arguments_written_otherwise_are_no_edit(open_agent: OpenAgent, kind: str, arguments: str) -> None:
+async def test_arguments_written_otherwise_are_no_edit_F03_E03(
+    open_agent: OpenAgent, kind: str, arguments: str
+) -> None:
     agent = await open_agent(kind, "call")
     agent.turn()
     rewritten(agent, arguments)
@@ -110,7 +112,7 @@ async def test_a_changed_question_is_an_edit_even_with_the_ids(open_agent: OpenA
     await check_begins_anew(agent, "history_edited")
 
 
-async def test_a_summary_is_a_new_conversation(open_agent: OpenAgent) -> None:
+async def test_a_summary_is_a_new_conversation_E03(open_agent: OpenAgent) -> None:
     agent = await open_agent("smollm2", "text")
     for _ in range(2):
         agent.turn()

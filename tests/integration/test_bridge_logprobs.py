@@ -69,3 +69,18 @@ def test_a_character_that_is_cut_keeps_the_bytes_it_has_A08(bridge: Bridge, pepp
     assert spelled == PEPPER_BYTES[: len(spelled)]
     assert 0 < len(spelled) < len(PEPPER_BYTES)
     assert choice["message"]["content"].count("\N{REPLACEMENT CHARACTER}") <= 1
+
+
+def test_an_alternative_that_was_ruled_out_is_told_as_openai_tells_it(
+    start_bridge: StartBridge, start_sidecar: StartSidecar
+) -> None:
+    step = {"token_ids": [42], "logprobs": [{"42": -0.1, "7": "-Infinity"}], "finish_reason": "stop"}
+    script = {"model": {"name": "toy", "vocab_size": 49152}, "calls": [{"steps": [step]}], "repeat": True}
+    bridge = start_bridge(a=start_sidecar(script).address).wait_healthy()
+
+    [choice] = bridge.chat(logprobs=True, top_logprobs=2).json()["choices"]
+    [entry] = choice["logprobs"]["content"]
+    assert [top["logprob"] for top in entry["top_logprobs"]] == pytest.approx([-0.1, -9999.0])
+    body = {"prompt": "What?", "logprobs": 2}
+    [choice] = bridge.client.post("/v1/completions", json=body).json()["choices"]
+    assert sorted(choice["logprobs"]["top_logprobs"][0].values()) == pytest.approx([-9999.0, -0.1])

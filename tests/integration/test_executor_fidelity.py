@@ -112,6 +112,35 @@ async def test_e05_a_context_that_is_filled_exactly_is_truncation_and_one_more_c
     assert rollout.trajectory.receipt.calls == 1
 
 
+@pytest.mark.parametrize("feedback", [8, 9])
+async def test_e05_feedback_that_leaves_no_room_is_truncation_where_the_agent_says_so(feedback: int) -> None:
+    """The turn before it ended well, so that the tape alone cannot know whether the agent wanted to go on."""
+
+    async def play(agent: Conversation) -> None:
+        await agent.say([5, 6])
+        with pytest.raises(grpc.aio.AioRpcError, match="context length is 12 tokens") as refused:
+            await agent.say([7] * feedback, after=0)
+        assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+    rollout = await roll_out(call(tokens(10, END)), play=play, limit=12, truncated=True)
+    result = openrlhf_result(rollout, prompt="?", label="5")
+    assert (result["observation_tokens"], result["action_ranges"]) == ([5, 6, 10, END], [(2, 4)])
+    assert result["truncated"] is True
+    assert rollout.trajectory.samples[0].truncated is False
+
+
+async def test_e05_feedback_that_leaves_room_for_one_token_is_truncation_by_the_tape() -> None:
+    async def play(agent: Conversation) -> None:
+        await agent.say([5, 6])
+        await agent.say([7] * 7, after=0)
+
+    rollout = await roll_out(call(tokens(10, END)), call(tokens(20, 21, END)), play=play, limit=12)
+    result = openrlhf_result(rollout, prompt="?", label="5")
+    assert result["observation_tokens"] == [5, 6, 10, END, *[7] * 7, 20]
+    assert result["action_ranges"] == [(2, 4), (11, 12)]
+    assert result["truncated"] is True
+
+
 class TrainersParameters:
     """Like vLLM's; one object for all rollouts."""
 
@@ -127,7 +156,8 @@ async def test_e07_parameters_shared_by_concurrent_rollouts_stay_as_they_are() -
         async def three_turns(agent: Conversation) -> None:
             await agent.say(range(5, 5 + length))
             await agent.say([6, 7], after=0)
-            await agent.say([8], after=1, sampling=Sampling(temperature=2.0, max_tokens=10_000))
+            # What the trainer's parameters leave open is each rollout's own.
+            await agent.say([8], after=1, sampling=Sampling(temperature=2.0, max_tokens=10_000, top_k=length))
 
         return three_turns
 
@@ -147,6 +177,7 @@ async def test_e07_parameters_shared_by_concurrent_rollouts_stay_as_they_are() -
         for action in sample.actions:
             assert action.sampling.max_tokens == min(params.max_tokens, max_length - action.start)
             assert (action.sampling.temperature, list(action.sampling.stop)) == (0.5, ["END"])
+        assert [action.sampling.top_k for action in sample.actions if action.sampling.HasField("top_k")] == [length]
 
 
 async def test_e11_an_empty_completion_leaves_nothing_to_train_on() -> None:
@@ -156,6 +187,19 @@ async def test_e11_an_empty_completion_leaves_nothing_to_train_on() -> None:
     rollout = await roll_out(call(tokens(finish="stop")), play=play)
     assert (rollout.trajectory.samples, rollout.trajectory.receipt.calls) == ([], 1)
     with pytest.raises(NothingSampled, match="no token to train on in 1 calls"):
+        openrlhf_result(rollout, prompt="?", label="5")
+
+
+async def test_e11_a_first_prompt_without_room_is_nothing_to_train_on() -> None:
+    """NeMo Gym takes the refusal for an empty completion and ends in order."""
+
+    async def play(agent: Conversation) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match="context length"):
+            await agent.say(range(5, 17))
+
+    rollout = await roll_out(call(tokens(10, END)), play=play, limit=12, truncated=True)
+    assert (rollout.trajectory.samples, rollout.trajectory.receipt.calls) == ([], 0)
+    with pytest.raises(NothingSampled, match="no token to train on in 0 calls"):
         openrlhf_result(rollout, prompt="?", label="5")
 
 

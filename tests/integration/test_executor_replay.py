@@ -14,8 +14,8 @@ from support.scripted import call, script, scripted_arguments, sidecar_process, 
 from support.sidecar_client import OpenedTape, SidecarClient, positions, read_to_end
 from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
 from tokentape_executor import tape_client
+from tokentape_executor.cli.main import main
 from tokentape_executor.errors import TapeLost
-from tokentape_executor.rollout_cli import main
 from tokentape_executor.tape_file import StoredTape, append_tape, download, read_tapes
 
 Sampling = types_pb2.SamplingParameters

@@ -272,7 +272,7 @@ async def test_aborting_what_does_not_run_is_no_error_C03() -> None:
 
 async def test_the_model_is_described() -> None:
     async with scripted_sidecar(
-        max_model_len=64, vocab_size=1003, eos_token_ids=[7, 8], max_logprobs=5, name="toy"
+        max_model_len=64, vocab_size=1003, eos_token_ids=[7, 8], max_logprobs=5, name="toy", lora_names=["math"]
     ) as running:
         model = await running.client.generation.GetModel(generation_pb2.GetModelRequest())
     assert model.engine_version
@@ -287,6 +287,7 @@ async def test_the_model_is_described() -> None:
         engine="scripted",
         sidecar_name="main",
         max_top_logprobs=5,
+        lora_names=["math"],
     )
 
 
@@ -362,6 +363,8 @@ def example_of(error: type[errors.TokentapeError]) -> errors.TokentapeError:
         return errors.InvalidArgument("sampling.top_p", "is wrong")
     if error is errors.ContextOverflow:
         return errors.ContextOverflow(5, 4)
+    if error is errors.EngineStalled:
+        return errors.EngineStalled(3)
     return error("the message")
 
 

@@ -17,13 +17,17 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from support.marked import Marked, marked
 from support.real_engine import load_engine, record_emitted, shut_down
+from support.waiting import eventually
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.openrlhf import AgentExecutor
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+__all__ = ["marked"]
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -73,8 +77,12 @@ def hf_tokenizer(model_directory: Path) -> Any:
     return auto_tokenizer.from_pretrained(str(model_directory))
 
 
+OURS = ("tokentape", "gym")
+"""Words in the command lines of what an executor starts: keeper, bridge, Gym; not the engine's processes."""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def executor() -> AsyncGenerator[SecondTimeLucky]:
+async def executor(marked: Marked) -> AsyncGenerator[SecondTimeLucky]:
     executor = SecondTimeLucky()
     yield executor
     await asyncio.to_thread(executor.shutdown)
@@ -87,12 +95,26 @@ def sampling_params(max_tokens: int) -> SamplingParams:
 
 
 async def test_a_failed_start_is_told_and_leaves_nothing(
-    executor: SecondTimeLucky, actor: Actor, hf_tokenizer: Any
+    executor: SecondTimeLucky, actor: Actor, hf_tokenizer: Any, marked: Marked
 ) -> None:
     with pytest.raises(StartFailed, match="the policy's server is not ready"):
         await executor.execute("What is 1 + 1?", "2", sampling_params(8), 512, hf_tokenizer, actor)
 
-    assert supervised() == []
+    assert marked.processes(*OURS) == []
+
+
+async def test_shutdown_while_gym_starts_leaves_nothing(actor: Actor, hf_tokenizer: Any, marked: Marked) -> None:
+    executor = AgentExecutor()
+    question = executor.execute("What is 1 + 1?", "2", sampling_params(8), 512, hf_tokenizer, actor)
+    starting = asyncio.create_task(question)
+    await eventually(lambda: marked.processes("bin/gym env start"), 60)
+    await asyncio.sleep(2)
+    began = time.monotonic()
+    await asyncio.to_thread(executor.shutdown)
+    assert time.monotonic() - began < 5.0
+    assert marked.processes(*OURS) == []
+    with pytest.raises(StartFailed, match="shut down while it started"):
+        await starting
 
 
 async def test_concurrent_rollouts_are_what_the_engine_emitted(
@@ -160,22 +182,17 @@ async def test_max_length_bounds_prompt_and_completion(
     assert sampled_ids(result) == list(actor.emitted.values())[-1]
 
 
-def supervised() -> list[psutil.Process]:
-    """The bridge and Gym with all that they started; not the engine's own processes."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    leashes = [child for child in children if any("_leash.py" in word for word in child.cmdline())]
-    return [process for leash in leashes for process in (leash, *leash.children(recursive=True))]
-
-
-async def test_shutdown_ends_all_but_the_engine(executor: SecondTimeLucky, actor: Actor) -> None:
-    started_by_us = supervised()
-    assert len(started_by_us) > 20
+async def test_shutdown_ends_all_but_the_engine(executor: SecondTimeLucky, actor: Actor, marked: Marked) -> None:
+    started_by_us = marked.processes(*OURS)
+    # The keeper, the bridge, Gym and its servers; more of Ray's, as many as it still has.
+    assert len(started_by_us) > 8
     began = time.monotonic()
     await asyncio.to_thread(executor.shutdown)
     executor.shutdown()
 
     assert time.monotonic() - began < 5.0
     assert psutil.wait_procs(started_by_us, timeout=0)[1] == []
+    assert marked.processes(*OURS) == []
     assert actor.llm.output_processor.get_num_unfinished_requests() == 0
     outputs = [output async for output in actor.llm.generate("2 + 3 =", sampling_params(4), "after")]
     assert outputs[-1].finished

@@ -45,9 +45,9 @@ class Demo:
 
     def run_until(self, text: str | None = None) -> None:
         """Return when the output has `text` (None: never) or the demo has ended."""
-        this = psutil.Process(self._process.pid)
         while self._process.poll() is None and not (text and text in self.output):
-            self._seen.update(this.children(recursive=True))
+            # Not its children only: what keeps bridge and Gym is none.
+            self._seen.update(process for process in self._marked() if process.pid != self._process.pid)
             time.sleep(0.2)
 
     def send(self, number: signal.Signals) -> None:

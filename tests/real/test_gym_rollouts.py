@@ -1,6 +1,7 @@
 """Real NeMo Gym and a real bridge on scripted sidecars: what Gym's agents sample comes back, id for id.
 
-One Gym and one bridge serve the module; every test that samples has a sidecar, and so a script, of its own.
+One node, with one Gym and one bridge, serves the module; every test that samples has a sidecar, and so a script, of its
+own.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -20,17 +22,21 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from support.nodes import is_alive, words_of
 from tokentape.channel import dial
 from tokentape.v1 import tape_pb2, types_pb2
-from tokentape_executor.errors import AgentFailed, RolloutError, StartFailed
-from tokentape_executor.executor import NemoGymExecutor
-from tokentape_executor.nemo_gym import NemoGym
+from tokentape_executor.errors import AgentFailed, RolloutTimeout
+from tokentape_executor.executor import NO_LIMITS, RolloutLimits
+from tokentape_executor.gym_executor import NemoGymExecutor
+from tokentape_executor.nemo_gym import GymAgents
+from tokentape_executor.node import NodeMember, NodePolicy, NodeSpec
+from tokentape_executor.node.places import Place
 from tokentape_executor.prepare import prepare_data
 from tokentape_executor.processes import ChildProcess
 from tokentape_executor.rollout import Rollout
 from tokentape_executor.sampling_policy import sampling_policy
-from tokentape_executor.services import Bridge, ServiceGroup
-from tokentape_executor.settings import ExecutorSettings
+from tokentape_executor.services import ServiceGroup
+from tokentape_executor.settings import GYM_AGENT, ExecutorSettings
 from tokentape_executor.tape_client import OpenedTape, TapeClient
 from tokentape_executor.trajectory import FinishReason
 
@@ -75,18 +81,22 @@ class KeepingTapes(TapeClient):
 
 
 class Stack:
-    """Scripted sidecars, one for each script, a bridge in front of them all, and NeMo Gym."""
+    """Scripted sidecars, one for each script, and a node with a bridge in front of them all and NeMo Gym."""
 
-    def __init__(self, group: ServiceGroup, gym: NemoGym, sidecars: dict[str, str]) -> None:
+    def __init__(self, group: ServiceGroup, member: NodeMember, sidecars: dict[str, str]) -> None:
         self.group = group
-        self.gym = gym
+        self.member = member
+        self.gym = GymAgents(member.gym_agents)
         self._sidecars = sidecars
 
     @contextlib.asynccontextmanager
-    async def rollouts(self, sidecar: str) -> AsyncGenerator[tuple[NemoGymExecutor, KeepingTapes]]:
+    async def rollouts(
+        self, sidecar: str, limits: RolloutLimits = NO_LIMITS
+    ) -> AsyncGenerator[tuple[NemoGymExecutor, KeepingTapes]]:
         async with dial(self._sidecars[sidecar]) as channel:
             tapes = KeepingTapes(channel, sidecar)
-            yield NemoGymExecutor(tapes, self.gym), tapes
+            policy = NodePolicy(tapes, "toy", self.member)
+            yield NemoGymExecutor(policy, self.gym, default_agent=GYM_AGENT, limits=limits), tapes
 
 
 async def roll_out(executor: NemoGymExecutor, *, max_context_tokens: int = 512) -> Rollout:
@@ -154,19 +164,13 @@ async def stack(model_directory: Path, tokenizer: Tokenizer) -> AsyncGenerator[S
         sidecars = {
             name: await start_sidecar(name, calls, model_directory, group) for name, calls in scripts(tokenizer).items()
         }
-        base_url = await Bridge.launch(sidecars, group, settings).wait_ready()
-        gym = await NemoGym.start(
-            venv=settings.gym_venv,
-            configs=settings.gym_configs,
-            default_agent=settings.gym_agent,
-            policy_base_url=base_url,
-            policy_model_name="toy",
-            log_file=group.log_file("nemo_gym"),
-            timeout_seconds=settings.start_timeout_seconds,
-        )
-        group.add(gym)
-        yield Stack(group, gym, sidecars)
-        await gym.close()
+        spec = NodeSpec.from_settings(settings, group=f"test {secrets.token_hex(8)}", policy_model_name="toy")
+        member = await NodeMember.join(spec, sidecars)
+        group.add_stop(member.leave)
+        await member.gym_agents()
+        stack = Stack(group, member, sidecars)
+        yield stack
+        await stack.gym.close()
     finally:
         await asyncio.to_thread(group.stop)
 
@@ -243,9 +247,8 @@ async def test_a_cancelled_rollout_aborts_what_runs_for_it(stack: Stack) -> None
 
 
 async def test_a_rollout_that_takes_too_long_fails(stack: Stack) -> None:
-    async with stack.rollouts("unused") as (_, tapes):
-        executor = NemoGymExecutor(tapes, stack.gym, timeout_seconds=0.05)
-        with pytest.raises(RolloutError, match=r"longer than 0\.05 s"):
+    async with stack.rollouts("unused", RolloutLimits(rollout_seconds=0.05)) as (executor, tapes):
+        with pytest.raises(RolloutTimeout, match=r"0\.05 s"):
             await roll_out(executor)
         assert (await tapes.entries())[-1].HasField("tape_sealed")
 
@@ -256,15 +259,18 @@ async def test_a_row_for_an_unknown_agent_is_refused_with_the_known_ones(stack: 
         await stack.gym.run(row)
 
 
-def supervised() -> list[psutil.Process]:
-    """All processes of this test's services; other tests' engines may be running, or be zombies, beside them."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+def supervised(process: psutil.Process) -> list[psutil.Process]:
+    """All processes of a process's services; other tests' engines may be running, or be zombies, beside them."""
+    children = [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
     leashes = [child for child in children if any("_leash.py" in word for word in child.cmdline())]
     return [process for leash in leashes for process in (leash, *leash.children(recursive=True))]
 
 
 async def test_stopping_leaves_no_process_and_no_file(stack: Stack) -> None:
-    everything = supervised()
+    everything = supervised(psutil.Process())
+    place = Place.of(stack.member.spec.key)
+    (keeper,) = (each for each in psutil.process_iter() if words_of(each).endswith(f"node.keeper {place.directory}"))
+    everything += supervised(keeper)
     scratch = next(
         Path(value) for child in everything if (value := child.environ().get("TMPDIR", "")).startswith("/tmp/tt-")
     )
@@ -272,21 +278,8 @@ async def test_stopping_leaves_no_process_and_no_file(stack: Stack) -> None:
     await asyncio.to_thread(stack.group.stop)
 
     assert time.monotonic() - started < 5.0
-    assert len(everything) > 20
-    assert psutil.wait_procs(everything, timeout=0)[1] == []
+    assert len(everything) > 8
+    assert not any(is_alive(process) for process in everything)
+    assert not place.directory.exists()
     assert not stack.group.directory.exists()
     assert not scratch.parent.exists()
-
-
-async def test_a_gym_that_cannot_start_says_why(tmp_path: Path) -> None:
-    settings = ExecutorSettings.from_environment()
-    with pytest.raises(StartFailed, match=r"(?s)NeMo Gym ended with status 1.*no_such_file\.yaml"):
-        await NemoGym.start(
-            venv=settings.gym_venv,
-            configs=("no_such_file.yaml",),
-            default_agent="",
-            policy_base_url="http://127.0.0.1:9/v1",
-            policy_model_name="toy",
-            log_file=tmp_path / "gym.log",
-            timeout_seconds=60,
-        )

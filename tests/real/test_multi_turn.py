@@ -11,6 +11,7 @@ masks before it takes log-probabilities of any mode, so `raw` would be no differ
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -25,12 +26,12 @@ from support.real_engine import Emitted, load_engine, record_emitted, requests_o
 from support.scripted import sidecar_on
 from tokentape.channel import dial
 from tokentape.v1 import tape_pb2, types_pb2
-from tokentape_executor.executor import NemoGymExecutor
-from tokentape_executor.nemo_gym import NemoGym
+from tokentape_executor.gym_executor import NemoGymExecutor
+from tokentape_executor.nemo_gym import GymAgents
+from tokentape_executor.node import NodeMember, NodePolicy, NodeSpec
 from tokentape_executor.oracle import LogprobsMode, verify
 from tokentape_executor.receipt import SplitCause
 from tokentape_executor.rollout import Rollout
-from tokentape_executor.services import Bridge, ServiceGroup
 from tokentape_executor.settings import ExecutorSettings
 from tokentape_executor.tape_client import OpenedTape, TapeClient
 from tokentape_executor.trajectory import FinishReason
@@ -70,7 +71,8 @@ class KeepingTapes(TapeClient):
 class Stack:
     """Everything that rollouts run on, and what is below it."""
 
-    gym: NemoGym
+    member: NodeMember
+    model_name: str
     settings: ExecutorSettings
     sidecars: dict[str, str]
     tokenizers: dict[str, Any]
@@ -109,38 +111,20 @@ async def stack(model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
         gym_overrides=tool_rollouts.GYM_OVERRIDES,
         gym_agent=tool_rollouts.GYM_AGENT,
     )
-    group = ServiceGroup(settings.log_directory)
     async with AsyncExitStack() as services:
         services.push_async_callback(shut_down, llm)
-        services.callback(group.stop)
         sidecars: dict[str, str] = {}
         for name, directory in directories.items():
             engine = VllmEngine.attach(llm, tokenizer_directory=directory)
             running = await services.enter_async_context(sidecar_on(engine, name=name))
             sidecars[name] = running.sidecar.address
-        gym = await start_gym(group, settings, sidecars, str(model_directory))
+        name = str(model_directory)
+        spec = NodeSpec.from_settings(settings, group=f"test {secrets.token_hex(8)}", policy_model_name=name)
+        member = await NodeMember.join(spec, sidecars)
+        services.push_async_callback(asyncio.to_thread, member.leave)
+        await member.gym_agents()
         loaded = {name: tokenizers.from_pretrained(str(directory)) for name, directory in directories.items()}
-        yield Stack(gym, settings, sidecars, loaded, emitted, given)
-        await gym.close()
-
-
-async def start_gym(
-    group: ServiceGroup, settings: ExecutorSettings, sidecars: dict[str, str], policy_model_name: str
-) -> NemoGym:
-    """Start a bridge in front of `sidecars`, and Gym in front of that."""
-    base_url = await Bridge.launch(sidecars, group, settings).wait_ready()
-    gym = await NemoGym.start(
-        venv=settings.gym_venv,
-        configs=settings.gym_configs,
-        overrides=settings.gym_overrides,
-        default_agent=settings.gym_agent,
-        policy_base_url=base_url,
-        policy_model_name=policy_model_name,
-        log_file=group.log_file("nemo_gym"),
-        timeout_seconds=settings.start_timeout_seconds,
-    )
-    group.add(gym)
-    return gym
+        yield Stack(member, name, settings, sidecars, loaded, emitted, given)
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +141,10 @@ def model(model_directory: Path) -> Any:
 async def test_eight_rollouts_of_three_calls_are_eight_exact_samples(stack: Stack, model: Any, template: str) -> None:
     async with dial(stack.sidecars[template]) as channel:
         tapes = KeepingTapes(channel, template)
-        executor = NemoGymExecutor(tapes, stack.gym)
+        gym = GymAgents(stack.member.gym_agents)
+        executor = NemoGymExecutor(NodePolicy(tapes, stack.model_name, stack.member), gym)
         rollouts = await asyncio.gather(*(executor.rollout(row) for row in tool_rollouts.rows(stack.settings.gym_venv)))
+        await gym.close()
         calls = [await tapes.calls(rollout) for rollout in rollouts]
 
     assert len(rollouts) == 8

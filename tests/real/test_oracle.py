@@ -19,9 +19,9 @@ from support.real_engine import load_engine, shut_down
 from support.scripted import RunningSidecar, sidecar_on
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_executor import tape_client
+from tokentape_executor.cli.main import main
 from tokentape_executor.oracle import LogprobsMode, score, verify
 from tokentape_executor.oracle_report import OracleReport, Tolerance, ToleranceExceeded
-from tokentape_executor.rollout_cli import main
 from tokentape_executor.tape_file import StoredTape, append_tape, download
 from tokentape_executor.trajectory import Sample, Trajectory
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2
 
 from support.real_engine import Emitted, load_engine, record_emitted, requests_of, shut_down
 from support.refusals import refused
@@ -25,6 +26,7 @@ from support.scripted import RunningSidecar, sidecar_on
 from support.sidecar_client import Generated, sampled_on
 from support.waiting import eventually
 from tokentape.v1 import generation_pb2, types_pb2
+from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -98,10 +100,16 @@ def path(request: pytest.FixtureRequest) -> Literal["direct", "public"]:
 
 
 @asynccontextmanager
-async def sidecar(engine: RealEngine, path: Literal["direct", "public"] = "direct") -> AsyncGenerator[RunningSidecar]:
+async def sidecar(
+    engine: RealEngine,
+    path: Literal["direct", "public"] = "direct",
+    *,
+    stall_limit_seconds: float = DEFAULT_STALL_LIMIT_SECONDS,
+) -> AsyncGenerator[RunningSidecar]:
     from tokentape_sidecar.vllm_engine import VllmEngine  # noqa: PLC0415 - imports vLLM
 
-    async with sidecar_on(VllmEngine.attach(engine.llm, path=path)) as running:
+    attached = VllmEngine.attach(engine.llm, path=path)
+    async with sidecar_on(attached, stall_limit_seconds=stall_limit_seconds) as running:
         yield running
     assert engine.llm.output_processor.get_num_unfinished_requests() == 0
 
@@ -279,6 +287,25 @@ async def test_a_client_that_leaves_frees_the_engine_and_its_tokens_are_kept(
     call_id = entries[0].call_started.call_id
     (below,) = requests_of(engine.emitted, call_id).values()
     assert sampled_on(entries, call_id) == below[: completion.token_count]
+
+
+async def test_a_trainers_pause_is_no_stall_E13(engine: RealEngine) -> None:
+    limit_seconds = 2.0
+    async with sidecar(engine, stall_limit_seconds=limit_seconds) as running:
+        tape = await running.client.open_tape()
+        sampling = Sampling(temperature=1.0, max_tokens=200, ignore_eos=True)
+        generating = asyncio.create_task(
+            running.client.generate(engine.prompt(QUESTIONS[0]), sampling, tape_id=tape.tape_id)
+        )
+        while not any(entry.HasField("tokens_sampled") for entry in await running.client.entries(tape)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await engine.llm.pause_generation(mode="keep", clear_cache=False)
+        paused = len(await running.client.entries(tape))
+        await asyncio.sleep(2.5 * limit_seconds)
+        assert len(await running.client.entries(tape)) == paused
+        assert await running.client.health_of() == health_pb2.HealthCheckResponse.SERVING
+        await engine.llm.resume_generation()
+        assert len((await generating).token_ids()) == 200
 
 
 async def test_prompt_logprobs_are_the_prompt_tokens_own(engine: RealEngine, path: Literal["direct", "public"]) -> None:

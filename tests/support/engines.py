@@ -41,6 +41,11 @@ class ManualEngine:
         self.hands_over = asyncio.Event()
         self.hands_over.set()
         """While clear, `abort` does not return, and ends nothing."""
+        self.answers = asyncio.Event()
+        self.answers.set()
+        """While clear, `ping` does not return."""
+        self.held = False
+        """Whether somebody keeps it from sampling."""
         self.refusal: Exception | None = None
         """What `submit` raises."""
 
@@ -67,11 +72,18 @@ class ManualEngine:
             for choice in range(self._call(call_id).sampling.n or 1):
                 sink.finish(choice, FinishReason.ABORT)
 
+    async def ping(self) -> None:
+        await self.answers.wait()
+
     async def wait_dead(self) -> None:
         await self._dead.wait()
 
     async def close(self) -> None:
         pass
+
+    def emit(self, call_id: str, *token_ids: int) -> None:
+        """Sample tokens for the call's first choice."""
+        self.sinks[call_id].append(0, token_ids, [-0.5] * len(token_ids))
 
     def die(self, error: Exception) -> None:
         """Fail every running call with `error` and be dead."""
@@ -87,10 +99,9 @@ class ManualEngine:
         stop_reason: int | str | None = None,
     ) -> None:
         """Sample tokens for the call's first choice, and end it."""
-        sink = self.sinks.pop(call_id)
         if token_ids:
-            sink.append(0, token_ids, [-0.5] * len(token_ids))
-        sink.finish(0, reason, stop_reason)
+            self.emit(call_id, *token_ids)
+        self.sinks.pop(call_id).finish(0, reason, stop_reason)
 
     def _call(self, call_id: str) -> EngineCall:
         return next(call for call in self.submitted if call.call_id == call_id)

@@ -23,6 +23,7 @@ from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
+from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
 
 TOY_TOKENIZER = Path(__file__).parent / "toy_tokenizer"
 """A tokenizer in which every byte is a token and its id is its value: "a" is 97."""
@@ -61,9 +62,13 @@ class RunningSidecar:
 
 
 @asynccontextmanager
-async def sidecar_on(engine: Engine, *, name: str = "main") -> AsyncGenerator[RunningSidecar]:
+async def sidecar_on(
+    engine: Engine, *, name: str = "main", stall_limit_seconds: float = DEFAULT_STALL_LIMIT_SECONDS
+) -> AsyncGenerator[RunningSidecar]:
     """Serve `engine` on a free port; on leaving, running calls are aborted."""
-    sidecar = await Sidecar.start(engine, listen=ListenAddress("127.0.0.1", 0), name=name)
+    sidecar = await Sidecar.start(
+        engine, listen=ListenAddress("127.0.0.1", 0), name=name, stall_limit_seconds=stall_limit_seconds
+    )
     try:
         async with SidecarClient(sidecar.address, name) as client:
             yield RunningSidecar(sidecar, client)

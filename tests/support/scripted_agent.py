@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from support.scripted import Json, RunningSidecar, scripted_sidecar
 from support.sidecar_client import Generated, SidecarClient, read_to_end
 from tokentape.v1 import generation_pb2, types_pb2
-from tokentape_executor.executor import TapeExecutor
-from tokentape_executor.nemo_gym import Row
-from tokentape_executor.rollout import Outcome, Rollout
+from tokentape_executor.executor import Outcome, Rollout, RolloutClient, Row, TapeExecutor
+from tokentape_executor.rollout_client import NO_KEY
 from tokentape_executor.tape_client import TapeClient
 
 Sampling = types_pb2.SamplingParameters
@@ -48,6 +47,18 @@ class Conversation:
         return self.got[-1]
 
 
+@dataclass(frozen=True)
+class NoBridge:
+    """A policy whose agents drive the sidecar themselves."""
+
+    tapes: TapeClient
+    model_name: str = "toy"
+    api_key: str = NO_KEY
+
+    async def bridge_url(self) -> str:
+        return "http://127.0.0.1:9/v1"  # where nobody is
+
+
 Play = Callable[[Conversation], Awaitable[object]]
 
 
@@ -55,13 +66,13 @@ class Agent(TapeExecutor):
     """Runs a play, a function of the test's."""
 
     def __init__(self, running: RunningSidecar, play: Play, *, truncated: bool = False) -> None:
-        super().__init__(TapeClient(running.client.channel, running.sidecar.name))
+        super().__init__(NoBridge(TapeClient(running.client.channel, running.sidecar.name)))
         self._client = running.client
         self._play = play
         self._truncated = truncated
 
-    async def run(self, task: Row, tape_id: str) -> Outcome:
-        await self._play(Conversation(self._client, tape_id))
+    async def run(self, task: Row, client: RolloutClient) -> Outcome:
+        await self._play(Conversation(self._client, client.tape_id))
         return Outcome(1.0, self._truncated, {})
 
 

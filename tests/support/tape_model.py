@@ -41,6 +41,7 @@ class ModelCall:
     """Per choice; `FAIL`: the call fails before the choice finishes."""
     temperature: float = 1.0
     cause: types_pb2.SplitCause.ValueType = types_pb2.SPLIT_CAUSE_UNSPECIFIED
+    lora_name: str = ""
 
 
 @dataclass
@@ -75,6 +76,7 @@ def started(calls: Sequence[ModelCall], index: int) -> Entry:
         prompt_token_count=len(prompt_of(calls, index)),
         sampling=types_pb2.SamplingParameters(n=len(call.choices), temperature=call.temperature),
         split_cause=call.cause,
+        lora_name=call.lora_name,
     )
     if call.parent is not None:
         parent, choice, kept = call.parent

@@ -10,7 +10,8 @@ import pytest
 from support.agent import TOOLS
 from support.tokenizers import KINDS, LoadChatModel
 from tokentape.v1 import types_pb2
-from tokentape_bridge.answers import Answer, parse_answer
+from tokentape_bridge.answer_parser import parse_answer
+from tokentape_bridge.answers import Answer
 from tokentape_bridge.completion import Call, Choice
 from tokentape_bridge.continuation import Prompt
 from tokentape_bridge.parents import Conversation
@@ -243,3 +244,8 @@ def test_reasoning_on_the_answer_B11(
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
     message = completed(chat_model, text, "qwen3", reads=False, **fields)["message"]
     assert ("reasoning_content" in message, message["content"]) == (False, text)
+
+
+def test_a_name_that_utf_8_cannot_write_makes_no_call() -> None:
+    text = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert (read(text).content, read(text).tool_calls) == (text, ())

@@ -78,6 +78,7 @@ async def test_top_logprobs_lie_by_position() -> None:
         [STARTED],
         [STARTED, delta(0, 5)],
         [delta(0, 5), finished(0, 1)],
+        [STARTED, STARTED, delta(0, 5), finished(0, 1)],
         [STARTED, delta(0, 5, logprobs=[]), finished(0, 1)],
         [STARTED, delta(0, 5), finished(0, 2)],
         [STARTED, delta(0, 5), delta(0, 5), finished(0, 1)],
@@ -98,3 +99,12 @@ async def test_a_broken_stream_is_an_error_and_closed(events: list[GenerateRespo
 async def test_a_choice_that_never_ends_is_an_error() -> None:
     with pytest.raises(StreamError, match="before all choices"):
         await collected(STARTED, delta(0, 5), finished(0, 1), choices=2)
+
+
+async def test_a_count_that_is_refused_may_be_any_number() -> None:
+    async def refused() -> AsyncGenerator[GenerateResponse]:
+        raise ValueError("n: must be at most 128")
+        yield STARTED
+
+    with pytest.raises(ValueError, match="at most 128"):
+        await collect(refused(), 2**32 - 1)

@@ -75,6 +75,7 @@ async def answer_to(error: Exception) -> httpx.Response:
         rpc_error(Status.INVALID_ARGUMENT, "sampling.min_tokens: above max_tokens and the context length"),
         rpc_error(Status.RESOURCE_EXHAUSTED, "the tape's max_tokens of context length is used up"),
         ApiError("no 'max_tokens' in this template"),
+        ApiError("logit_bias.max_tokens: must be a number", param="logit_bias.max_tokens"),
     ],
 )
 async def test_only_an_overflow_reads_like_one(error: Exception) -> None:

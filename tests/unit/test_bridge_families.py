@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from support.agent import TOOLS, user
@@ -106,3 +109,17 @@ async def test_qwen3s_renderer_reads_and_continues_as_its_template_does(chat_mod
         two = await talk.ask(history, [], tools=TOOLS)
         assert two.cause == ""
         assert two.engine_prompt[: len(one.whole)] == one.whole
+
+
+def test_without_the_package_only_a_family_is_missed() -> None:
+    program = """
+import sys
+sys.modules["renderers"] = None
+import tokentape_bridge.main, tokentape_bridge.server
+from tokentape_bridge.families import Family
+Family.load("qwen3", None)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("tokentape_bridge.families.FamilyError: the renderer 'qwen3' needs")
+    assert "tokentape[renderers]" in ended.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.tokenizers import LoadChatModel
-from tokentape_bridge.answers import parse_answer
+from tokentape_bridge.answer_parser import parse_answer
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.forced_calls import structural_tag
 from tokentape_bridge.sampling import to_sampling_parameters

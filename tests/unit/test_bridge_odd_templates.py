@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,16 @@ async def test_a_renderer_that_takes_text_for_special_tokens_F08(
     talk = Talk(chat, keep_reasoning=True)
     first = await talk.ask([user("1+1?")], tokenizer.encode("2<|im_end|>", add_special_tokens=False))
     assert (await talk.ask([user("1+1?"), first.echo, user(page)], [])).cause == cause
+
+
+async def test_tools_nested_deeper_than_a_template_can_write_are_refused(chat_model: LoadChatModel) -> None:
+    chat = chat_model("qwen3")
+    parameters: dict[str, Any] = {}
+    # As deep as a body's JSON may be; the template's stack has less room.
+    for _ in range(sys.getrecursionlimit() - 20):
+        parameters = {"a": parameters}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    conversation = Conversation([{"role": "user", "content": "x"}], tools, {})
+    with pytest.raises(ApiError) as refused:
+        await asyncio.to_thread(chat.render, conversation)
+    assert (refused.value.status, refused.value.code) == (400, "chat_template_error")

@@ -15,6 +15,7 @@ from tokentape.process import ListenAddress
 from tokentape_bridge import sidecar as sidecar_module
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.settings import ChatSettings
+from tokentape_bridge.sidecar_file import SidecarTable
 from tokentape_bridge.sidecar_pool import SidecarPool, open_pool
 from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
 from tokentape_sidecar.script import Script
@@ -47,7 +48,7 @@ async def test_a_sidecar_that_does_not_serve_gets_no_calls() -> None:
     async with (
         serving("a") as a,
         serving("b") as b,
-        open_pool({"a": a.address, "b": b.address}, ChatSettings()) as pool,
+        open_pool(SidecarTable({"a": a.address, "b": b.address}, None), ChatSettings()) as pool,
     ):
         await until_health(pool, a=None, b=None)
         await a._set_health(HealthCheckResponse.NOT_SERVING)  # pyright: ignore[reportPrivateUsage]
@@ -76,7 +77,7 @@ async def test_an_unusable_tokenizer_is_tried_ever_less_often_and_traced_once(
     monkeypatch.setattr(sidecar_module, "_loaded", {})
     monkeypatch.setattr(sidecar_module, "_RETRY_SECONDS", 0.02)
     with caplog.at_level(logging.ERROR, logger=sidecar_module.__name__):
-        async with serving("a") as a, open_pool({"a": a.address}, ChatSettings()) as pool:
+        async with serving("a") as a, open_pool(SidecarTable({"a": a.address}, None), ChatSettings()) as pool:
             await asyncio.sleep(0.7)
             with pytest.raises(ApiError, match="cannot load") as raised:
                 await pool.choose("", None)
@@ -88,6 +89,6 @@ async def test_an_unusable_tokenizer_is_tried_ever_less_often_and_traced_once(
 
 @pytest.mark.parametrize("name", ["-a", "_a", "a" * 65, "a.b", ""])
 async def test_a_tape_id_is_what_sidecars_take_for_one(name: str) -> None:
-    async with open_pool({"a": "127.0.0.1:1"}, ChatSettings()) as pool:
+    async with open_pool(SidecarTable({"a": "127.0.0.1:1"}, None), ChatSettings()) as pool:
         with pytest.raises(ApiError, match="is not of the form"):
             await pool.choose(f"{name}.{TAPE}", None)

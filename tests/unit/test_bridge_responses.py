@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from tokentape.v1 import types_pb2
-from tokentape.v1.types_pb2 import Completion
+from tokentape.v1.generation_pb2 import GenerateResponse
+from tokentape.v1.types_pb2 import Completion, TopLogprobs
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.completion import Call, Choice
 from tokentape_bridge.continuation import Prompt
 from tokentape_bridge.parents import Conversation
 from tokentape_bridge.responses import chat_completion
 from tokentape_bridge.schemas import ChatCompletionRequest
+from tokentape_bridge.text_logprobs import ColumnWriter, prompt_logprobs
 from tokentape_bridge.tokenizer import Tokenizer
 
 IM_END = 2
@@ -120,6 +122,22 @@ def test_top_logprobs(tokenizer: Tokenizer) -> None:
         {"token": "a", "logprob": -0.25, "bytes": [97]},
         {"token": "<|im_end|>", "logprob": -2.0, "bytes": list(b"<|im_end|>")},
     ]
+
+
+def test_what_is_ruled_out_has_a_finite_logprob(tokenizer: Tokenizer) -> None:
+    [a], b = encoded(tokenizer, "a"), IM_END
+    never = float("-inf")
+    choice = answer(tokenizer, [a], types_pb2.FINISH_REASON_LENGTH, top=[[(b, never)]], logprobs=True, top_logprobs=1)
+    assert choice["logprobs"]["content"][0]["top_logprobs"][0]["logprob"] == -9999.0
+    top = TopLogprobs(k=1, token_ids=[b], logprobs=[never])
+    started = GenerateResponse.Started(prompt_logprobs=[never], prompt_top_logprobs=top)
+    told = prompt_logprobs(tokenizer, [a, b], started, 1)[1]
+    assert told is not None
+    assert told[str(b)]["logprob"] == -9999.0
+    writer = ColumnWriter(tokenizer, as_ids=True, skip_special_tokens=False, top=1, offset=0)
+    columns = writer.write([a, b], [None, never], [[], [(b, never)]])
+    assert columns["token_logprobs"] == [None, -9999.0]
+    assert columns["top_logprobs"] == [None, {f"token_id:{b}": -9999.0}]
 
 
 @pytest.mark.parametrize(

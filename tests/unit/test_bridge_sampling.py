@@ -44,7 +44,7 @@ def test_every_field_arrives() -> None:
 
 def test_every_field_of_the_contract_can_be_asked_for() -> None:
     missing = {field.name for field in SamplingParameters.DESCRIPTOR.fields} - EVERYTHING.keys()
-    # Asked for as response_format; prompt log-probabilities are not OpenAI's.
+    # Asked for as response_format or structured_outputs; prompt log-probabilities are for plain completions.
     assert missing == {"structured_output", "prompt_logprobs"}
 
 
@@ -88,8 +88,35 @@ def test_response_format(wanted: dict[str, Any], expected: StructuredOutput) -> 
 
 
 @pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({"json": {"type": "object"}}, StructuredOutput(json_schema=json.dumps({"type": "object"}))),
+        ({"json": '{"type": "object"}'}, StructuredOutput(json_schema='{"type": "object"}')),
+        ({"json_object": True}, StructuredOutput(json_object=True)),
+        ({"regex": "a+", "choice": None}, StructuredOutput(regex="a+")),
+        ({"grammar": "root ::= 'a'"}, StructuredOutput(grammar="root ::= 'a'")),
+        ({"choice": ["a", "b"]}, StructuredOutput(choices=StructuredOutput.Choices(values=["a", "b"]))),
+        ({"structural_tag": "{}", "vendor": 1}, StructuredOutput(structural_tag="{}")),
+    ],
+)
+def test_structured_outputs(wanted: dict[str, Any], expected: StructuredOutput) -> None:
+    assert sampling(structured_outputs=wanted).structured_output == expected
+
+
+@pytest.mark.parametrize("kind", [field.name for field in StructuredOutput.DESCRIPTOR.fields])
+def test_every_form_of_the_contract_can_be_asked_for(kind: str) -> None:
+    name = {"json_schema": "json", "choices": "choice"}.get(kind, kind)
+    value = {"json_object": True, "choices": ["a"]}.get(kind, "a")
+    assert sampling(structured_outputs={name: value}).structured_output.WhichOneof("form") == kind
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "grammar": "b"}),
+        ("structured_outputs", {"regex": "\ud800"}),
+        ("structured_outputs", {"choice": ["\ud800"]}),
         ("max_tokens", 0),
         ("max_completion_tokens", -7584),
         ("n", -1),

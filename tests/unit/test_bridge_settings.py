@@ -12,6 +12,8 @@ def test_defaults() -> None:
     assert dict(settings.sidecars) == {"a": "127.0.0.1:50051"}
     assert str(settings.listen) == "127.0.0.1:8000"
     assert (settings.ready_file, settings.log_level) == (None, "info")
+    http = settings.http
+    assert (http.api_key_file, http.max_request_bytes, http.workers, http.grace_seconds) == (None, 2**26, 1, 30)
 
 
 def test_everything() -> None:
@@ -32,6 +34,10 @@ def test_everything() -> None:
         (["--sidecar", "a="], "NAME=ADDRESS"),
         (["--sidecar", "a=x:1", "--sidecar", "a=x:2"], "same name"),
         (["--sidecar", "a=x:1", "--listen", "8000"], "HOST:PORT"),
+        (["--sidecar", "a=x:1", "--workers", "0"], "--workers"),
+        (["--sidecar", "a=x:1", "--max-request-bytes", "64MiB"], "--max-request-bytes"),
+        (["--sidecar", "a=x:1", "--grace-seconds", "-1"], "--grace-seconds"),
+        (["--sidecar", "a=x:1", "--grace-seconds", "nan"], "--grace-seconds"),
     ],
 )
 def test_bad_ones_end_with_a_reason(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

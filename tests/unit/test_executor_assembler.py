@@ -141,6 +141,23 @@ def test_other_parameters_another_place_or_other_ids_make_no_siblings() -> None:
     assert len(trajectory.samples) == 6
 
 
+def test_a_sample_is_of_one_adapter_and_the_same_request_to_another_makes_no_sibling() -> None:
+    trajectory = assemble(
+        tape_of(
+            ModelCall((1,), (run(10),), lora_name="math"),
+            ModelCall((1,), (run(11),)),
+            ModelCall((1,), (run(12),), lora_name="code"),
+            ModelCall((2,), (run(20),), parent=(0, 0, 1), lora_name="math"),
+        )
+    )
+    assert dropped(trajectory) == {}
+    assert [(sample.lora_name, sample.tokens) for sample in trajectory.samples] == [
+        ("math", [1, 10, 2, 20]),
+        ("", [1, 11]),
+        ("code", [1, 12]),
+    ]
+
+
 def test_the_same_parameters_in_another_order_are_the_same() -> None:
     entries = tape_of(ModelCall((1,), (run(10),)), ModelCall((1,), (run(11),)))
     first, second = (entry.call_started.sampling for entry in entries if entry.HasField("call_started"))

@@ -69,6 +69,16 @@ def test_a_prompt_that_is_not_its_parents_continuation_is_refused() -> None:
         assemble(entries)
 
 
+@pytest.mark.parametrize("lora_name", ["code", ""])
+def test_a_call_that_goes_on_from_another_adapters_is_refused(lora_name: str) -> None:
+    calls = (
+        ModelCall((1,), (run(10),), lora_name="math"),
+        ModelCall((2,), (run(20),), parent=(0, 0, 1), lora_name=lora_name),
+    )
+    with pytest.raises(TapeInconsistent, match=f"call-1 of the LoRA adapter '{lora_name}' continues one of 'math'"):
+        assemble(tape_of(*calls))
+
+
 def test_e11_missing_prompt_ids_are_an_error_and_never_an_empty_prompt() -> None:
     entries = tape_of(ModelCall((1, 2), (run(10),)))
     del entries[0].call_started.prompt_token_ids[:]

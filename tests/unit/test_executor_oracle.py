@@ -226,6 +226,16 @@ def test_tokens_of_other_weights_are_refused_unless_told(model: Any) -> None:
     assert verify([mixed], model, weight_versions=["1", "2"]).compared == 12
 
 
+def test_tokens_of_an_adapter_are_refused_unless_told(model: Any) -> None:
+    good = sampled(model, turns=1)
+    adapted = replace(good, lora_name="math")
+    with pytest.raises(SpanRefused, match="of the LoRA adapter 'math', which is not the model's"):
+        verify([adapted], model)
+    with pytest.raises(SpanRefused, match="of the LoRA adapter '', which is not the model's"):
+        verify([good], model, lora_name="math")
+    assert verify([adapted], model, lora_name="math").compared == 12
+
+
 def test_tokens_near_an_uncertain_boundary_are_refused(model: Any) -> None:
     good = sampled(model, turns=1, length=30)
     boundary = 20

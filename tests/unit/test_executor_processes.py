@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tokentape_executor.errors import StartFailed
-from tokentape_executor.nemo_gym import NemoGym
 from tokentape_executor.processes import ChildProcess
 from tokentape_executor.services import ServiceGroup
 
@@ -95,6 +94,16 @@ async def test_a_command_that_dies_takes_the_rest_with_it(tmp_path: Path) -> Non
     assert psutil.wait_procs(family, timeout=0)[1] == []
     with pytest.raises(StartFailed, match=f"the command ended with status {128 + signal.SIGKILL}"):
         await process.wait_for_ready_file(tmp_path / "other", timeout_seconds=1)
+
+
+async def test_a_leash_that_is_killed_leaves_nothing_behind_after_stop(tmp_path: Path) -> None:
+    process, family = await start_family(tmp_path)
+    (leash,) = (child for child in psutil.Process().children() if child not in _others)
+    leash.kill()
+
+    await wait_until(lambda: not process.running)
+    process.stop()
+    assert not [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_the_death_of_this_process_ends_everything(tmp_path: Path) -> None:
@@ -194,35 +203,3 @@ async def test_kept_logs_outlive_the_group(tmp_path: Path) -> None:
     group.stop()
 
     assert (tmp_path / "logs" / "echo.log").read_text() == "hello\n"
-
-
-@pytest.mark.parametrize(
-    ("python", "problem"),
-    [
-        (None, "there is no virtual environment with NeMo Gym"),
-        ("exit 1", "nemo-gym is not installed there"),
-        ("echo 0.3.1", r"nemo-gym 0\.3\.1 is too old"),
-    ],
-    ids=["no-venv", "no-gym", "old-gym"],
-)
-async def test_a_gym_environment_that_will_not_do_is_told(tmp_path: Path, python: str | None, problem: str) -> None:
-    if python is not None:
-        make_venv(tmp_path, python)
-    with pytest.raises(StartFailed, match=f"{problem}; set TOKENTAPE_GYM_VENV to a virtual environment"):
-        await NemoGym.start(
-            venv=tmp_path,
-            configs=(),
-            default_agent="",
-            policy_base_url="",
-            policy_model_name="",
-            log_file=tmp_path / "log",
-            timeout_seconds=1,
-        )
-
-
-def make_venv(venv: Path, python: str) -> None:
-    """Make what looks like a virtual environment whose Python is a shell script."""
-    (venv / "bin").mkdir()
-    (venv / "bin" / "activate").touch()
-    (venv / "bin" / "python").write_text(f"#!/bin/sh\n{python}\n")
-    (venv / "bin" / "python").chmod(0o755)

@@ -110,6 +110,10 @@ def change_a_cause(entries: list[Entry]) -> None:
     started(entries, 0).split_cause = types_pb2.SPLIT_CAUSE_TEMPLATE_ERROR
 
 
+def change_an_adapter(entries: list[Entry]) -> None:
+    started(entries, 5).lora_name = "math"
+
+
 def change_an_end(entries: list[Entry]) -> None:
     first_end(entries).finish_reason = types_pb2.FINISH_REASON_LENGTH
 
@@ -128,6 +132,7 @@ def change_a_stop_reason(entries: list[Entry]) -> None:
         change_a_version,
         change_a_mark,
         change_a_cause,
+        change_an_adapter,
         change_an_end,
         change_a_stop_reason,
     ],

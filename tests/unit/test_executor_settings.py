@@ -14,7 +14,7 @@ import pytest
 from tokentape.v1 import types_pb2
 from tokentape_executor import errors
 from tokentape_executor.errors import ExecutorError, RolloutError, from_rpc_error
-from tokentape_executor.executor import tag_row
+from tokentape_executor.gym_executor import tag_row
 from tokentape_executor.prepare import prepare_data
 from tokentape_executor.sampling_policy import sampling_policy
 from tokentape_executor.settings import GYM_AGENT, GYM_CONFIGS, ExecutorSettings
@@ -103,8 +103,8 @@ def test_a_malformed_setting_is_named(text: str) -> None:
         (grpc.StatusCode.PERMISSION_DENIED, errors.RolloutRefused, False),
         (grpc.StatusCode.UNAUTHENTICATED, errors.RolloutRefused, False),
         (grpc.StatusCode.UNIMPLEMENTED, errors.RolloutRefused, False),
-        (grpc.StatusCode.INTERNAL, errors.SidecarFailed, False),
-        (grpc.StatusCode.UNKNOWN, errors.SidecarFailed, False),
+        (grpc.StatusCode.INTERNAL, errors.SidecarFailed, True),
+        (grpc.StatusCode.UNKNOWN, errors.SidecarFailed, True),
     ],
 )
 def test_each_status_means_one_error(code: grpc.StatusCode, error: type[RolloutError], *, retryable: bool) -> None:

@@ -12,15 +12,14 @@ import grpc
 import grpc.aio
 import pytest
 
+from support.scripted_agent import NoBridge
 from tokentape.channel import dial
 from tokentape.process import ListenAddress
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
 from tokentape_executor import tape_client
 from tokentape_executor.assembler import Assembler
 from tokentape_executor.errors import RolloutRefused, SidecarUnavailable, TapeLost
-from tokentape_executor.executor import TapeExecutor
-from tokentape_executor.nemo_gym import Row
-from tokentape_executor.rollout import Outcome
+from tokentape_executor.executor import Outcome, RolloutClient, Row, TapeExecutor
 from tokentape_executor.tape_client import OpenedTape, TapeClient, TapeOptions
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
@@ -239,11 +238,11 @@ class OneCall(TapeExecutor):
     """An agent that makes a call, and another that must be refused."""
 
     def __init__(self, tapes: TapeClient, address: str) -> None:
-        super().__init__(tapes)
+        super().__init__(NoBridge(tapes))
         self._address = address
 
-    async def run(self, task: Row, tape_id: str) -> Outcome:
-        tape = OpenedTape(tape_id, "")
+    async def run(self, task: Row, client: RolloutClient) -> Outcome:
+        tape = OpenedTape(client.tape_id, "")
         await sample(self._address, tape)
         with pytest.raises(grpc.aio.AioRpcError, match=str(task["refusal"])):
             await sample(self._address, tape)

@@ -11,7 +11,14 @@ import pytest
 from tokentape_sidecar.script import Script, ScriptError
 
 WHOLE = {
-    "model": {"name": "toy", "max_model_len": 64, "vocab_size": 151936, "eos_token_ids": [151645], "max_logprobs": 5},
+    "model": {
+        "name": "toy",
+        "max_model_len": 64,
+        "vocab_size": 151936,
+        "eos_token_ids": [151645],
+        "max_logprobs": 5,
+        "lora_names": ["math"],
+    },
     "calls": [
         {
             "expect": {"prompt_token_ids": [1, 2]},

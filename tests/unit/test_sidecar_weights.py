@@ -1,5 +1,6 @@
 """The weights that a call's tokens carry, learnt from what is done to the engine object."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,8 +12,16 @@ from tokentape_sidecar.weights import CallWeights, WeightObserver
 class Driven:
     """What a trainer drives: the engine's control methods, which here do nothing else."""
 
+    __slots__ = ("__dict__", "blocks_in_use", "workers_answer")
+
+    def __init__(self) -> None:
+        self.blocks_in_use = False
+        self.workers_answer = asyncio.Event()
+        self.workers_answer.set()
+
     async def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> str:
         del args, kwargs
+        await self.workers_answer.wait()
         if method == "update_weights_badly":
             raise RuntimeError(method)
         return method
@@ -22,8 +31,6 @@ class Driven:
     async def sleep(self, level: int = 1) -> None: ...
     async def wake_up(self, tags: list[str] | None = None) -> bool:
         return tags is None or "kv_cache" in tags
-
-    blocks_in_use = False
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         return reset_running_requests or not self.blocks_in_use
@@ -191,3 +198,35 @@ async def test_a_worker_call_by_a_function_is_known_by_its_name(engine: Driven, 
     driven: Any = engine
     await driven.collective_rpc(update_weights)
     assert observer.version == "1"
+
+
+async def test_an_engine_is_held_while_it_is_paused_asleep_or_waits_for_its_workers_E13(
+    engine: Driven, observer: WeightObserver
+) -> None:
+    assert not observer.held
+    await engine.pause_generation(mode="keep")
+    assert observer.held
+    await engine.resume_generation()
+    assert not observer.held
+    await engine.sleep()
+    await engine.wake_up(["weights"])
+    assert observer.held
+    await engine.wake_up(["kv_cache"])
+    assert not observer.held
+    engine.workers_answer.clear()
+    calls = [asyncio.create_task(engine.collective_rpc(method)) for method in ("update_weight", "init_process_group")]
+    await asyncio.sleep(0)
+    assert observer.held
+    calls[0].cancel()
+    await asyncio.sleep(0)
+    assert observer.held
+    engine.workers_answer.set()
+    await calls[1]
+    # The weights' update is still open, but nobody keeps the engine from sampling.
+    assert not observer.held
+
+
+async def test_a_worker_call_that_fails_holds_nothing(engine: Driven, observer: WeightObserver) -> None:
+    with pytest.raises(RuntimeError, match="update_weights_badly"):
+        await engine.collective_rpc("update_weights_badly")
+    assert not observer.held

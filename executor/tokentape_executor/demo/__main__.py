@@ -27,7 +27,7 @@ from tokentape_executor.demo.questions import QUESTIONS, Question
 from tokentape_executor.demo.steps import Steps
 from tokentape_executor.demo.transcript import Transcript
 from tokentape_executor.errors import RolloutError, StartFailed
-from tokentape_executor.executor import NemoGymExecutor
+from tokentape_executor.gym_executor import NemoGymExecutor
 from tokentape_executor.openrlhf_result import openrlhf_result
 from tokentape_executor.prepare import prepare_data
 from tokentape_executor.sampling_policy import sampling_policy

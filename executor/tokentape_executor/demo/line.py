@@ -1,28 +1,32 @@
 """The demo's line of processes: a sidecar with vLLM, a bridge, NeMo Gym; and rollouts through all of them.
 
-Every process belongs to one `ServiceGroup`: stopping it ends them all, and so does the death of this process.
+Sidecar and node belong to one `ServiceGroup`: stopping it ends them all, and so does the death of this process.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import secrets
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokentape.channel import dial
 from tokentape_executor.demo.steps import Steps
-from tokentape_executor.executor import NemoGymExecutor
-from tokentape_executor.nemo_gym import NemoGym
+from tokentape_executor.gym_executor import NemoGymExecutor
+from tokentape_executor.limits import RolloutLimits
+from tokentape_executor.nemo_gym import GymAgents
+from tokentape_executor.node import NodeMember, NodePolicy, NodeSpec
 from tokentape_executor.processes import ChildProcess
-from tokentape_executor.services import Bridge, ServiceGroup
+from tokentape_executor.services import ServiceGroup
 from tokentape_executor.settings import ExecutorSettings
 from tokentape_executor.tape_client import TapeClient
 
 _SIDECAR = "main"
-_LOGS = ("sidecar", "bridge", "nemo_gym")
+_LOGS = ("sidecar", "node", "bridge", "nemo_gym")
 _VLLM_OPTIONS = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "2048")
 _VLLM_ENVIRONMENT = {
     # Without compiling, the first token comes after a third of a second and not after most of a minute.
@@ -43,7 +47,7 @@ class Line:
     logs: Path
     """The directory of the processes' log files. Those of an earlier run are replaced."""
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def started(self, group: ServiceGroup, steps: Steps) -> AsyncGenerator[NemoGymExecutor]:
         """Start the processes as members of `group` and yield what runs rollouts through them.
 
@@ -54,22 +58,22 @@ class Line:
         settings = replace(ExecutorSettings.from_environment(), log_directory=self.logs)
         with steps.step("vLLM is loading the model", "vLLM has loaded the model; the sidecar serves it"):
             sidecar_address = await self._start_sidecar(group, settings)
+        spec = NodeSpec.from_settings(settings, group=f"demo {secrets.token_hex(8)}", policy_model_name=str(self.model))
         with steps.step("the bridge is starting", "the bridge serves the OpenAI API"):
-            base_url = await Bridge.launch({_SIDECAR: sidecar_address}, group, settings).wait_ready()
+            member = await NodeMember.join(spec, {_SIDECAR: sidecar_address})
+            await asyncio.to_thread(group.add_stop, member.leave)
+            await member.bridge_url()
         with steps.step("NeMo Gym is starting its servers", "NeMo Gym has its agent, model and verifier servers up"):
-            gym = await NemoGym.start(
-                venv=settings.gym_venv,
-                configs=settings.gym_configs,
-                overrides=settings.gym_overrides,
-                default_agent=settings.gym_agent,
-                policy_base_url=base_url,
-                policy_model_name=str(self.model),
-                log_file=group.log_file("nemo_gym"),
-                timeout_seconds=settings.start_timeout_seconds,
-            )
-            group.add(gym)
+            await member.gym_agents()
+        gym = GymAgents(member.gym_agents)
         async with dial(sidecar_address) as channel:
-            yield NemoGymExecutor(TapeClient(channel, _SIDECAR), gym, timeout_seconds=settings.rollout_timeout_seconds)
+            yield NemoGymExecutor(
+                NodePolicy(TapeClient(channel, _SIDECAR), str(self.model), member),
+                gym,
+                default_agent=settings.gym_agent,
+                limits=RolloutLimits.from_settings(settings),
+            )
+        await gym.close()
 
     async def _start_sidecar(self, group: ServiceGroup, settings: ExecutorSettings) -> str:
         """Start the sidecar and return its address once it serves."""

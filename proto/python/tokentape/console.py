@@ -32,4 +32,4 @@ def bridge() -> NoReturn:
 
 def rollout() -> NoReturn:
     """Run `tokentape-rollout`."""
-    _run("tokentape_executor.rollout_cli", "executor")
+    _run("tokentape_executor.cli.main", "executor")

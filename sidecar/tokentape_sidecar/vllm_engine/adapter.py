@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
 import vllm
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tokentape_sidecar.engine import EngineCall, Model, Sink
-from tokentape_sidecar.errors import EngineBusy, EngineDead, EngineNotLoaded, InvalidArgument, NotFound
+from tokentape_sidecar.errors import EngineBusy, EngineDead, EngineNotLoaded, InvalidArgument
 from tokentape_sidecar.vllm_engine import direct_path
+from tokentape_sidecar.vllm_engine.guard import Guard
+from tokentape_sidecar.vllm_engine.loras import add_all, check_names, check_slots, lora_defaults, to_requests
 from tokentape_sidecar.vllm_engine.parameters import (
     describe,
     engine_arguments,
@@ -37,11 +40,20 @@ _LIVENESS_SECONDS = 0.5
 class VllmEngine:
     """Drives an `AsyncLLM`, its own (`load`) or one that was handed in (`attach`)."""
 
-    def __init__(self, engine: AsyncLLM, *, tokenizer_directory: Path, owned: bool, path: PathName | None) -> None:
-        """Use `load` or `attach`."""
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        *,
+        tokenizer_directory: Path,
+        loras: Sequence[LoRARequest],
+        guard: Guard | None,
+        path: PathName | None,
+    ) -> None:
+        """Use `load` or `attach`. `guard` is that of an own engine."""
         self._engine = engine
-        self._owned = owned
-        self._model = describe(engine, tokenizer_directory)
+        self._guard = guard
+        self._loras = {lora.lora_name: lora for lora in loras}
+        self._model = describe(engine, tokenizer_directory, list(self._loras))
         direct = path == "direct" if path else direct_path.supported()
         if not direct and not path:
             logger.warning(
@@ -58,14 +70,20 @@ class VllmEngine:
         model: str,
         served_model_name: str | None,
         logprobs_mode: Literal["processed", "raw"],
+        loras: Mapping[str, Path],
         arguments: Sequence[str],
     ) -> Self:
         """Load a model into an engine of our own; `arguments` are vLLM's command-line options.
 
+        `loras` are the adapters that it serves beside the model: directories in PEFT's format, by name.
+
         Blocks the event loop for as long as vLLM takes to load. Raises `EngineNotLoaded` where it cannot.
         """
-        options = engine_arguments(model, arguments)
-        options.served_model_name = served_model_name or model
+        name = served_model_name or model
+        check_names(loras, name)
+        options = engine_arguments(model, arguments, lora_defaults(loras))
+        check_slots(options.max_loras, len(loras))
+        options.served_model_name = name
         options.logprobs_mode = "processed_logprobs" if logprobs_mode == "processed" else "raw_logprobs"
         try:
             engine = AsyncLLM.from_engine_args(options)
@@ -75,7 +93,10 @@ class VllmEngine:
             raise EngineNotLoaded(
                 f"--model: vLLM could not load {model}: {reason} (the first error in its log above is the cause)"
             ) from error
-        return cls(engine, tokenizer_directory=tokenizer_directory_of(engine), owned=True, path=None)
+        adapters = to_requests(loras)
+        await add_all(engine, adapters)
+        directory = tokenizer_directory_of(engine)
+        return cls(engine, tokenizer_directory=directory, loras=adapters, guard=Guard(), path=None)
 
     @classmethod
     def attach(
@@ -83,15 +104,19 @@ class VllmEngine:
         engine: AsyncLLM,
         *,
         tokenizer_directory: Path | None = None,
+        loras: Sequence[LoRARequest] = (),
         path: PathName | None = None,
     ) -> Self:
         """Drive an engine that somebody else owns; `close` leaves it running.
 
-        `tokenizer_directory` holds the tokenizer's files; absent, they are those of the engine's model. `path` chooses
-        how calls reach vLLM; absent, the direct path where the installed version is one it was verified with.
+        `tokenizer_directory` holds the tokenizer's files; absent, they are those of the engine's model. `loras` are the
+        adapters that calls may name, with the ids by which the engine has them: vLLM lists ids only. `path` chooses how
+        calls reach vLLM; absent, the direct path where the installed version is one it was verified with.
         """
         directory = tokenizer_directory or tokenizer_directory_of(engine)
-        return cls(engine, tokenizer_directory=directory, owned=False, path=path)
+        config = engine.vllm_config.lora_config
+        check_slots(config.max_loras if config else 0, len(loras))
+        return cls(engine, tokenizer_directory=directory, loras=loras, guard=None, path=path)
 
     @property
     def model(self) -> Model:
@@ -103,16 +128,20 @@ class VllmEngine:
         """The version of the weights that would sample the next token."""
         return self._weights.version
 
+    @property
+    def held(self) -> bool:
+        """Whether it is paused, asleep, or busy with a call to its workers (see `engine.Engine`)."""
+        return self._weights.held
+
     async def submit(self, call: EngineCall, sink: Sink) -> None:
         """Start a request (see `engine.Engine`)."""
-        if call.lora_name:
-            raise NotFound(f"lora_name: no LoRA adapter {call.lora_name!r} is loaded")
         prompt = TokensPrompt(prompt_token_ids=list(call.prompt_token_ids))
         if call.cache_salt:
             prompt["cache_salt"] = call.cache_salt
         try:
             params = sampling_params(call.sampling, self._engine)
-            await self._path.submit(call, prompt, params, sink)
+            lora = self._loras[call.lora_name] if call.lora_name else None
+            await self._path.submit(call, prompt, params, sink, lora)
         except EngineDeadError:
             raise EngineDead("the engine is dead") from None
         except GracefulHTTPError as error:
@@ -125,6 +154,10 @@ class VllmEngine:
         """End a request; what it has sampled is handed over (see `engine.Engine`)."""
         await self._path.abort(call_id)
 
+    async def ping(self) -> None:
+        """Ask the core, which answers between two steps (see `engine.Engine`)."""
+        await self._engine.is_sleeping()
+
     async def wait_dead(self) -> None:
         """Return when vLLM says that its core is gone (see `engine.Engine`)."""
         # vLLM offers no event for it.
@@ -135,5 +168,6 @@ class VllmEngine:
         """Shut an own engine down (see `engine.Engine`)."""
         await self._path.close()
         self._weights.detach()
-        if self._owned:
+        if self._guard is not None:
             await asyncio.to_thread(self._engine.shutdown)
+            self._guard.close()

@@ -25,6 +25,7 @@ from packaging.version import Version
 from typing_extensions import override
 from vllm import SamplingParams, envs
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -59,7 +60,9 @@ class DirectPath:
         self._engine = engine
         self._observer = observer
 
-    async def submit(self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink) -> None:
+    async def submit(
+        self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink, lora: LoRARequest | None
+    ) -> None:
         """Start a request for each choice; vLLM's own errors pass through."""
         engine = self._engine
         if engine.errored:
@@ -69,6 +72,7 @@ class DirectPath:
             prompt,
             params,
             supported_tasks=await engine.get_supported_tasks(),
+            lora_request=lora,
             priority=call.priority,
         )
         if engine.errored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -37,12 +37,16 @@ _SAME_NAME = (
 )
 
 
-def engine_arguments(model: str, arguments: Sequence[str]) -> AsyncEngineArgs:
-    """Read vLLM's own command-line options; `EngineNotLoaded` where `model` names a directory that is not there."""
+def engine_arguments(model: str, arguments: Sequence[str], defaults: Mapping[str, object]) -> AsyncEngineArgs:
+    """Read vLLM's own command-line options, over `defaults` of ours.
+
+    Raises `EngineNotLoaded` where `model` names a directory that is not there.
+    """
     # vLLM would take such a name for a repository of a model hub and look for it there.
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
         raise EngineNotLoaded(f"--model: there is no directory {model}")
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="tokentape-sidecar … --"))
+    parser.set_defaults(**defaults)
     options = AsyncEngineArgs.from_cli_args(cast("argparse.Namespace", parser.parse_args(list(arguments))))
     options.model = model
     return options
@@ -92,8 +96,8 @@ def _structured_outputs(output: StructuredOutput | None) -> StructuredOutputsPar
             return StructuredOutputsParams(structural_tag=str(output.value))
 
 
-def describe(engine: AsyncLLM, tokenizer_directory: Path) -> Model:
-    """Say what `engine` serves."""
+def describe(engine: AsyncLLM, tokenizer_directory: Path, lora_names: Sequence[str]) -> Model:
+    """Say what `engine` serves; it cannot itself name its adapters."""
     config = engine.model_config
     defaults = config.get_diff_sampling_param()
     known = {name: value for name, value in defaults.items() if name in Sampling.__dataclass_fields__}
@@ -110,6 +114,7 @@ def describe(engine: AsyncLLM, tokenizer_directory: Path) -> Model:
         engine="vllm",
         engine_version=vllm.__version__,
         tokenizer_directory=tokenizer_directory,
+        lora_names=tuple(lora_names),
     )
 
 

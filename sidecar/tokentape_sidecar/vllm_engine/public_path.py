@@ -14,6 +14,7 @@ from typing import cast
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -34,9 +35,13 @@ class PublicPath:
         self._observer = observer
         self._pumps: set[asyncio.Task[None]] = set()
 
-    async def submit(self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink) -> None:
+    async def submit(
+        self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink, lora: LoRARequest | None
+    ) -> None:
         """Start a request; vLLM's own errors pass through."""
-        collector = await self._engine.add_request(call.call_id, prompt, params, priority=call.priority)
+        collector = await self._engine.add_request(
+            call.call_id, prompt, params, lora_request=lora, priority=call.priority
+        )
         pump = asyncio.create_task(_pump(collector, sink, call, CallWeights(self._observer)))
         self._pumps.add(pump)
         pump.add_done_callback(self._pumps.discard)

@@ -73,7 +73,7 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Scheduling priority, lower first, where the engine schedules by priority. Absent: 0."""
     lora_name: _builtins.str
-    """The LoRA adapter to sample with, by name. Empty: the base model."""
+    """The LoRA adapter to sample with: one of GetModelResponse.lora_names, and that of `parent`. Empty: the base model."""
     cache_salt: _builtins.str
     """Prefixes are shared in the engine's cache only among calls of the same salt. Empty: the common cache."""
     @_builtins.property
@@ -318,6 +318,7 @@ class GetModelResponse(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     SIDECAR_NAME_FIELD_NUMBER: _builtins.int
     MAX_TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LORA_NAMES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The model's name, as OpenAI clients give it."""
     max_context_tokens: _builtins.int
@@ -344,6 +345,10 @@ class GetModelResponse(_message.Message):
     def default_sampling(self) -> _types_pb2.SamplingParameters:
         """The model's own sampling defaults: what an absent field of SamplingParameters means."""
 
+    @_builtins.property
+    def lora_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The LoRA adapters that Generate may name, all of this model. None of them has the model's name."""
+
     def __init__(
         self,
         *,
@@ -358,10 +363,11 @@ class GetModelResponse(_message.Message):
         weight_version: _builtins.str = ...,
         sidecar_name: _builtins.str = ...,
         max_top_logprobs: _builtins.int = ...,
+        lora_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "engine", b"engine", "engine_version", b"engine_version", "eos_token_ids", b"eos_token_ids", "logprobs_mode", b"logprobs_mode", "max_context_tokens", b"max_context_tokens", "max_top_logprobs", b"max_top_logprobs", "name", b"name", "sidecar_name", b"sidecar_name", "vocabulary_size", b"vocabulary_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "engine", b"engine", "engine_version", b"engine_version", "eos_token_ids", b"eos_token_ids", "logprobs_mode", b"logprobs_mode", "lora_names", b"lora_names", "max_context_tokens", b"max_context_tokens", "max_top_logprobs", b"max_top_logprobs", "name", b"name", "sidecar_name", b"sidecar_name", "vocabulary_size", b"vocabulary_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -221,6 +221,7 @@ class TapeEntry(_message.Message):
         SAMPLING_FIELD_NUMBER: _builtins.int
         ANCHOR_FIELD_NUMBER: _builtins.int
         SPLIT_CAUSE_FIELD_NUMBER: _builtins.int
+        LORA_NAME_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
         """Names the call."""
         call_index: _builtins.int
@@ -231,6 +232,8 @@ class TapeEntry(_message.Message):
         """As given with the call; empty: none."""
         split_cause: _types_pb2.SplitCause.ValueType
         """Where there is no parent: why, as far as the call's client knew."""
+        lora_name: _builtins.str
+        """The LoRA adapter that samples the call; a parent has the same. Empty: the base model."""
         @_builtins.property
         def parent(self) -> _types_pb2.CallReference:
             """The call whose ids the prompt begins with. Absent: the prompt stands on its own."""
@@ -254,10 +257,11 @@ class TapeEntry(_message.Message):
             sampling: _types_pb2.SamplingParameters | None = ...,
             anchor: _builtins.str = ...,
             split_cause: _types_pb2.SplitCause.ValueType = ...,
+            lora_name: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent", "sampling", b"sampling"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "anchor", b"anchor", "call_id", b"call_id", "call_index", b"call_index", "parent", b"parent", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "split_cause", b"split_cause"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "anchor", b"anchor", "call_id", b"call_id", "call_index", b"call_index", "lora_name", b"lora_name", "parent", b"parent", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "split_cause", b"split_cause"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
         _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
@@ -576,6 +580,7 @@ class FindCallsResponse(_message.Message):
         CALL_ID_FIELD_NUMBER: _builtins.int
         ANCHOR_FIELD_NUMBER: _builtins.int
         CONTEXT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+        LORA_NAME_FIELD_NUMBER: _builtins.int
         PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
         CHOICES_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
@@ -584,6 +589,8 @@ class FindCallsResponse(_message.Message):
         """As given with the call."""
         context_fingerprint: _builtins.str
         """As given with the call."""
+        lora_name: _builtins.str
+        """The LoRA adapter that samples the call. Empty: the base model."""
         @_builtins.property
         def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """The whole prompt, the parent's ids included; empty unless include_prompts was set."""
@@ -598,12 +605,13 @@ class FindCallsResponse(_message.Message):
             call_id: _builtins.str = ...,
             anchor: _builtins.str = ...,
             context_fingerprint: _builtins.str = ...,
+            lora_name: _builtins.str = ...,
             prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
             choices: _abc.Iterable[Global___FindCallsResponse.FoundChoice] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "call_id", b"call_id", "choices", b"choices", "context_fingerprint", b"context_fingerprint", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "call_id", b"call_id", "choices", b"choices", "context_fingerprint", b"context_fingerprint", "lora_name", b"lora_name", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -85,6 +85,8 @@ class _SplitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SplitCause
     """The call that would be continued was aborted, failed, or is still running."""
     SPLIT_CAUSE_CONTINUATION_OFF: _SplitCause.ValueType  # 13
     """The bridge was told to render every prompt anew."""
+    SPLIT_CAUSE_LORA_CHANGED: _SplitCause.ValueType  # 14
+    """The LoRA adapter differs from that of the call that would be continued."""
 
 class SplitCause(_SplitCause, metaclass=_SplitCauseEnumTypeWrapper):
     """SplitCause says why a call does not continue an earlier one, so that a new sample begins with it."""
@@ -117,6 +119,8 @@ SPLIT_CAUSE_PARENT_INCOMPLETE: SplitCause.ValueType  # 12
 """The call that would be continued was aborted, failed, or is still running."""
 SPLIT_CAUSE_CONTINUATION_OFF: SplitCause.ValueType  # 13
 """The bridge was told to render every prompt anew."""
+SPLIT_CAUSE_LORA_CHANGED: SplitCause.ValueType  # 14
+"""The LoRA adapter differs from that of the call that would be continued."""
 Global___SplitCause: _TypeAlias = SplitCause  # noqa: Y015
 
 @_typing.final

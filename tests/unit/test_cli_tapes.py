@@ -12,7 +12,7 @@ import pytest
 
 from support.tape_model import ModelCall, Token, tape_of
 from tokentape.v1 import generation_pb2, types_pb2
-from tokentape_executor.rollout_cli import main
+from tokentape_executor.cli.main import main
 from tokentape_executor.tape_file import StoredTape, append_tape
 from tokentape_sidecar.script import Script
 
@@ -143,7 +143,7 @@ def test_the_console_script_explains_itself() -> None:
 
 def test_help_and_scripts_need_no_torch() -> None:
     code = (
-        "import sys; import tokentape_executor.rollout_cli; "
+        "import sys; import tokentape_executor.cli.main; "
         "sys.exit(bool({'torch', 'transformers', 'vllm', 'xgrammar'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,71 @@
+"""What one HTTP request has done so far, for its line in the log and the metrics.
+
+The middleware that opens an account need not know the routes, and whoever makes a call for the request need not be
+handed the account: it is a context variable, so every task that works for the request has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from tokentape.v1 import types_pb2
+from tokentape.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from tokentape_bridge import metrics
+
+
+@dataclass(slots=True)
+class Account:
+    """One request's calls to sidecars, added up."""
+
+    sidecar: str = ""
+    """The name of the sidecar that serves it; empty: none yet."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+_current: ContextVar[Account | None] = ContextVar("account", default=None)
+
+
+@contextlib.contextmanager
+def opened() -> Generator[Account]:
+    """Open the account of the request that is served within."""
+    account = Account()
+    token = _current.set(account)
+    try:
+        yield account
+    finally:
+        _current.reset(token)
+
+
+class CallMeter:
+    """Counts one call's tokens as they come: in the metrics, and in the account of the request it is for, if any."""
+
+    def __init__(self, sidecar: str, model: str, request: GenerateRequest) -> None:
+        """`sidecar` and `model` are the names of who serves the call."""
+        self._request = request
+        self._account = _current.get() or Account()
+        self._account.sidecar = sidecar
+        self._prompt_tokens = metrics.PROMPT_TOKENS.labels(model)
+        self._generation_tokens = metrics.GENERATION_TOKENS.labels(model)
+
+    def count(self, event: GenerateResponse) -> None:
+        """Take one event of the call."""
+        if event.HasField("delta"):
+            tokens = len(event.delta.token_ids)
+            self._account.completion_tokens += tokens
+            self._generation_tokens.inc(tokens)
+        elif event.HasField("started"):
+            self._account.prompt_tokens += event.started.prompt_token_count
+            self._prompt_tokens.inc(event.started.prompt_token_count)
+            if self._request.tape_id:
+                metrics.TAPE_CALLS.labels(*_prefix(self._request)).inc()
+
+
+def _prefix(request: GenerateRequest) -> tuple[str, str]:
+    """Return what became of the prefix and, for a new one, why; in the words of the answer's `tokentape` object."""
+    if request.HasField("parent"):
+        return "kept", ""
+    return "new", types_pb2.SplitCause.Name(request.split_cause).removeprefix("SPLIT_CAUSE_").lower()

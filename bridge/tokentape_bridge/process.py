@@ -1,0 +1,58 @@
+"""What the processes of the bridge do before they serve."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+
+from tokentape.process import ListenAddress, configure_logging
+from tokentape_bridge.api_key import ApiKeys
+from tokentape_bridge.settings import Settings
+
+BACKLOG = 2048
+"""How many connections may wait to be accepted."""
+
+
+class CannotServeError(Exception):
+    """What the command line asks for is not to be had; the message says what."""
+
+
+def prepare(settings: Settings) -> None:
+    """Set up logging, the imports that are to come, and the limit on connections."""
+    configure_logging(settings.log_level)
+    # transformers imports torch wherever it is installed: 3 s and 200 MB for a tokenizer that uses none of it.
+    # It then advises to install it, at the level of warnings.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType] # None is Python's way to bar an import
+    _allow_many_connections()
+
+
+def bind(address: ListenAddress) -> socket.socket:
+    """Return a socket that listens at `address`. Raises `CannotServeError` when that is taken or not this host's."""
+    host, port = address.host, address.port
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        # Python appends the address to the system's words; a failed look-up of the host has words of its own.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise CannotServeError(f"cannot listen at {address}: {reason}") from error
+
+
+def read_keys(settings: Settings) -> ApiKeys | None:
+    """Return the keys that open the bridge, if it has any. Raises `CannotServeError` where their file has none."""
+    file = settings.http.api_key_file
+    if file is None:
+        return None
+    try:
+        return ApiKeys(file)
+    except (OSError, ValueError) as error:
+        raise CannotServeError(f"--api-key-file {file} cannot be used: {error}") from error
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit on open files as far as the system lets it: every connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,92 @@
+"""Streamed plain completions, from request to frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+from tokentape.v1.generation_pb2 import GenerateResponse
+from tokentape_bridge.answer_stream import PlainText
+from tokentape_bridge.choice_stream import LONG_DELTA, ChoiceDelta, read_deltas
+from tokentape_bridge.completion import read_started
+from tokentape_bridge.completions import TextJob, prepare, run_all
+from tokentape_bridge.merged import merged
+from tokentape_bridge.responses import Json
+from tokentape_bridge.sidecar_pool import SidecarPool
+from tokentape_bridge.sse import DONE, data_frame, error_frame
+from tokentape_bridge.text_chunks import TextChunks
+from tokentape_bridge.text_responses import text_options
+from tokentape_bridge.text_schemas import CompletionRequest
+from tokentape_bridge.text_stream import TextStream
+
+
+class TextCompletionStream:
+    """The answer to one request, as frames of server-sent events."""
+
+    def __init__(self, pool: SidecarPool, request: CompletionRequest, tape_id: str) -> None:
+        """Nothing is done yet."""
+        self._pool = pool
+        self._request = request
+        self._tape_id = tape_id
+        self._frames = self._run()
+        self.extension: Json = {}
+        """What the answer says of its place on the tape, once it has begun."""
+
+    async def begin(self) -> AsyncGenerator[bytes]:
+        """Return the frames once the engine has accepted all calls.
+
+        Raises until then, so that the answer has a status, `ApiError`, also for what the sidecar says.
+        """
+        await anext(self._frames)
+        return self._frames
+
+    async def _run(self) -> AsyncGenerator[bytes]:
+        job = await prepare(self._pool, self._request, self._tape_id)
+        async with AsyncExitStack() as opened:
+            opened.enter_context(job.sidecar.occupied())
+            events = [await opened.enter_async_context(aclosing(job.sidecar.generate(call))) for call in job.calls]
+            started = await run_all(read_started(each) for each in events)
+            chunks = TextChunks(
+                self._request,
+                job.prompts,
+                started,
+                model=job.model,
+                tape_id=self._tape_id,
+                tokenizer=job.served.chat.tokenizer,
+            )
+            self.extension = chunks.extension
+            yield b""
+            try:
+                async with aclosing(self._answer(job, chunks, events)) as frames:
+                    async for frame in frames:
+                        yield frame
+            except Exception as error:  # noqa: BLE001 - the status is sent: whatever it is, the client must learn of it
+                yield error_frame(error)
+
+    async def _answer(
+        self, job: TextJob, chunks: TextChunks, events: list[AsyncGenerator[GenerateResponse]]
+    ) -> AsyncGenerator[bytes]:
+        # The prompts' ids and log-probabilities may be in it.
+        yield await asyncio.to_thread(lambda: b"".join(map(data_frame, chunks.opening())))
+        sources = [read_deltas(each, self._streams(job)) for each in events]
+        async with merged(sources) as deltas:
+            async for prompt, added in deltas:
+                if frame := await _frame(chunks, prompt, added):
+                    yield frame
+        closing = chunks.closing()
+        yield (data_frame(closing) if closing else b"") + DONE
+
+    def _streams(self, job: TextJob) -> list[PlainText]:
+        chat, options = job.served.chat, text_options(self._request)
+        options = replace(options, stop_token_ids=options.stop_token_ids | chat.stop_token_ids)
+        return [PlainText(TextStream(chat.tokenizer, options)) for _ in range(self._request.n or 1)]
+
+
+async def _frame(chunks: TextChunks, prompt: int, added: ChoiceDelta) -> bytes:
+    if len(added.token_ids) < LONG_DELTA:
+        chunk = chunks.chunk(prompt, added)
+    else:
+        chunk = await asyncio.to_thread(chunks.chunk, prompt, added)
+    return data_frame(chunk) if chunk else b""
