@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import pytest_asyncio
 
 from support.marked import Marked, marked
+from support.nodes import is_alive
 from support.real_engine import load_engine, record_emitted, shut_down
 from support.waiting import eventually
 from tokentape_executor.errors import StartFailed
@@ -37,9 +37,10 @@ pytestmark = [
 ]
 
 TEMPERATURE = 0.8
-MEAN_TOLERANCE, LARGEST_TOLERANCE = 0.06, 0.6
+MEAN_TOLERANCE, LARGEST_TOLERANCE = 0.1, 0.6
 """bfloat16 has 8 bits of mantissa, so logits near 20 are exact to 0.06, and kernels differ in the order of their sums.
-Seen: 0.014 to 0.026 and 0.16. Values of neighbouring positions, as after a shift, differ by more than 1 on average."""
+Seen: 0.014 to 0.061 (of 15 tokens) and 0.16. Values of neighbouring positions, as after a shift, differ by more than 1
+on average."""
 
 QUESTIONS = {"What is 2 + 3?": "5", "What is 10 - 4?": "6", "What is 3 * 3?": "9"}
 
@@ -191,7 +192,7 @@ async def test_shutdown_ends_all_but_the_engine(executor: SecondTimeLucky, actor
     executor.shutdown()
 
     assert time.monotonic() - began < 5.0
-    assert psutil.wait_procs(started_by_us, timeout=0)[1] == []
+    assert not any(is_alive(process) for process in started_by_us)
     assert marked.processes(*OURS) == []
     assert actor.llm.output_processor.get_num_unfinished_requests() == 0
     outputs = [output async for output in actor.llm.generate("2 + 3 =", sampling_params(4), "after")]
