@@ -19,7 +19,7 @@ from support.tokenizers import tokenizer_directory
 
 __all__ = ["open_agent", "start_rig", "tokenizer_directory"]
 
-START_SECONDS = 20
+START_SECONDS = 45
 
 
 class ServerProcess:

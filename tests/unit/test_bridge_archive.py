@@ -81,7 +81,9 @@ def test_damaged_data_is_refused(tmp_path: Path) -> None:
         unpack(bytes(data), tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"no tar", packed(("vocab.json", b"0" * 9999))[:-20]])
+@pytest.mark.parametrize(
+    "data", [b"", b"no tar", packed(("vocab.json", b"0" * 9999))[:-20]], ids=["empty", "text", "cut"]
+)
 def test_broken_archives_are_refused(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(ArchiveError, match="cannot be read"):
         unpack(data, tmp_path)
