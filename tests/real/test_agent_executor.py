@@ -37,10 +37,10 @@ pytestmark = [
 ]
 
 TEMPERATURE = 0.8
-MEAN_TOLERANCE, LARGEST_TOLERANCE = 0.1, 0.6
+MEAN_TOLERANCE, LARGEST_TOLERANCE = 0.06, 0.6
 """bfloat16 has 8 bits of mantissa, so logits near 20 are exact to 0.06, and kernels differ in the order of their sums.
-Seen: 0.014 to 0.061 (of 15 tokens) and 0.16. Values of neighbouring positions, as after a shift, differ by more than 1
-on average."""
+The mean is that of all rollouts together: of 15 tokens alone 0.061 was seen, where 0.014 to 0.026 is usual. Values of
+neighbouring positions, as after a shift, differ by more than 1 on average."""
 
 QUESTIONS = {"What is 2 + 3?": "5", "What is 10 - 4?": "6", "What is 3 * 3?": "9"}
 
@@ -141,6 +141,7 @@ async def test_concurrent_rollouts_are_what_the_engine_emitted(
     assert repr(params) == repr(as_given)
     emitted = sorted(actor.emitted.values())
     assert sorted(sampled_ids(result) for result in results) == emitted
+    differences: list[float] = []
     for result, (question, answer) in zip(results, QUESTIONS.items(), strict=True):
         ((start, end),) = result["action_ranges"]
         assert 0 < start < end == len(result["observation_tokens"]) == len(result["rollout_log_probs"])
@@ -149,7 +150,9 @@ async def test_concurrent_rollouts_are_what_the_engine_emitted(
         assert result["reward"] == result["scores"] in {0.0, 1.0}
         assert result["truncated"] == (end - start == 48 and result["observation_tokens"][-1] != 2)
         assert result["rollout_log_probs"][:start] == [0.0] * start
-        check_logprobs(result, model_directory)
+        differences += logprob_differences(result, model_directory)
+    assert sum(differences) / len(differences) < MEAN_TOLERANCE
+    assert max(differences) < LARGEST_TOLERANCE
     assert {tuple(result["extra_logs"]) for result in results} == {tuple(results[0]["extra_logs"])}
 
 
@@ -157,8 +160,8 @@ def sampled_ids(result: dict[str, Any]) -> list[int]:
     return [token_id for start, end in result["action_ranges"] for token_id in result["observation_tokens"][start:end]]
 
 
-def check_logprobs(result: dict[str, Any], model_directory: Path) -> None:
-    """Compare the log-probabilities with those of a forward pass over the same ids."""
+def logprob_differences(result: dict[str, Any], model_directory: Path) -> list[float]:
+    """How far each log-probability is from that of a forward pass over the same ids, in nats."""
     import torch  # noqa: PLC0415 - seconds
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -168,9 +171,7 @@ def check_logprobs(result: dict[str, Any], model_directory: Path) -> None:
         logits = model(tokens).logits[0, :-1].float() / TEMPERATURE
     expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
     ((start, end),) = result["action_ranges"]
-    differences = (torch.tensor(result["rollout_log_probs"][start:end]) - expected[start - 1 : end - 1]).abs()
-    assert differences.mean().item() < MEAN_TOLERANCE
-    assert differences.max().item() < LARGEST_TOLERANCE
+    return (torch.tensor(result["rollout_log_probs"][start:end]) - expected[start - 1 : end - 1]).abs().tolist()
 
 
 async def test_max_length_bounds_prompt_and_completion(
