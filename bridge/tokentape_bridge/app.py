@@ -16,10 +16,11 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from tokentape.secret_file import SecretFile
 from tokentape_bridge import metrics
 from tokentape_bridge.anthropic_api.errors import MESSAGE_ERROR_RESPONSES, MessageErrors
 from tokentape_bridge.anthropic_api.routes import message_router
-from tokentape_bridge.api_key import ApiKeyGate, ApiKeys
+from tokentape_bridge.api_key import ApiKeyGate
 from tokentape_bridge.body_limit import BodyLimit
 from tokentape_bridge.errors import ERROR_RESPONSES, install_error_handlers
 from tokentape_bridge.request_log import RequestLog
@@ -29,7 +30,7 @@ from tokentape_bridge.sidecar_file import SidecarTable
 from tokentape_bridge.sidecar_pool import SidecarPool, open_pool
 
 
-def create_app(settings: Settings, keys: ApiKeys | None) -> ASGIApp:
+def create_app(settings: Settings, keys: SecretFile | None) -> ASGIApp:
     """Return the app, for those who have one of `keys`; None: for all.
 
     It starts, and answers, whether or not the sidecars are there.

@@ -7,8 +7,9 @@ import resource
 import socket
 import sys
 
-from tokentape.process import ListenAddress, configure_logging
-from tokentape_bridge.api_key import ApiKeys
+from tokentape.listen import ListenAddress
+from tokentape.process import configure_logging
+from tokentape.secret_file import SecretFile, UnusableSecretFile
 from tokentape_bridge.settings import Settings
 
 BACKLOG = 2048
@@ -41,15 +42,15 @@ def bind(address: ListenAddress) -> socket.socket:
         raise CannotServeError(f"cannot listen at {address}: {reason}") from error
 
 
-def read_keys(settings: Settings) -> ApiKeys | None:
+def read_keys(settings: Settings) -> SecretFile | None:
     """Return the keys that open the bridge, if it has any. Raises `CannotServeError` where their file has none."""
     file = settings.http.api_key_file
     if file is None:
         return None
     try:
-        return ApiKeys(file)
-    except (OSError, ValueError) as error:
-        raise CannotServeError(f"--api-key-file {file} cannot be used: {error}") from error
+        return SecretFile(file, "--api-key-file")
+    except UnusableSecretFile as error:
+        raise CannotServeError(str(error)) from error
 
 
 def _allow_many_connections() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from tokentape.process import ListenAddress, add_server_options
+from tokentape.listen import ListenAddress
+from tokentape.process import add_server_options
 
 _DESCRIPTION = """\
 Serve the OpenAI API in front of tokentape sidecars: chat messages become token ids, sampled token ids become text.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from tokentape_bridge.file_signature import Signature, signature_of
+from tokentape.file_signature import Signature, signature_of
 from tokentape_bridge.settings import SIDECAR_NAME
 
 _logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tokentape.channel import dial
-from tokentape.process import ListenAddress
+from tokentape.listen import ListenAddress
 from tokentape_executor._openrlhf_base import AgentExecutorBase
 from tokentape_executor._openrlhf_services import (
     EmbeddedPolicy,
@@ -179,6 +179,7 @@ class AgentExecutor(AgentExecutorBase):
         """Serve the engine: start the sidecar on this loop, and put it behind the node's bridge."""
         # Imported here, as is the adapter: nothing needs a sidecar before there is an engine.
         from tokentape_sidecar.server import Sidecar  # noqa: PLC0415
+        from tokentape_sidecar.settings import Listener  # noqa: PLC0415
 
         services = self._running_services()
         # The sidecar packs the files when it starts, and has no more need of them.
@@ -187,7 +188,7 @@ class AgentExecutor(AgentExecutorBase):
             engine = self._attach(llm_engine, Path(directory))
             services.on_loop.push_async_callback(engine.close)
             sidecar = await Sidecar.start(
-                engine, listen=ListenAddress("127.0.0.1", 0), name=f"openrlhf-{secrets.token_hex(4)}"
+                engine, data=Listener(ListenAddress("127.0.0.1", 0)), name=f"openrlhf-{secrets.token_hex(4)}"
             )
         services.on_loop.push_async_callback(sidecar.stop, grace_seconds=0.0)
         self.sidecar_name, self.sidecar_address = sidecar.name, sidecar.address

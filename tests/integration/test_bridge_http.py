@@ -132,7 +132,7 @@ def test_keys_change_with_their_file(locked: Bridge, key_file: Path) -> None:
     assert (status(""), status(OTHER_KEY)) == (401, 200)
     key_file.unlink()
     assert (status(""), status(OTHER_KEY)) == (401, 200)
-    assert locked.log.count("cannot be used, the keys stay as they are") == 2
+    assert locked.log.count("cannot be used, its secrets stay as they are") == 2
 
 
 def _replace(file: Path, content: str) -> None:

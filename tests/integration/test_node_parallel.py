@@ -23,16 +23,17 @@ SET = """
 import asyncio, json, sys
 import httpx
 from pathlib import Path
-from tokentape.process import ListenAddress
+from tokentape.listen import ListenAddress
 from tokentape_executor.node import NodeMember, NodeSpec
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
+from tokentape_sidecar.settings import Listener
 
 async def main():
     group, script, tokenizer = sys.argv[1:]
     engine = ScriptedEngine(Script.model_validate_json(script), Path(tokenizer))
-    sidecar = await Sidecar.start(engine, listen=ListenAddress("127.0.0.1", 0), name="main")
+    sidecar = await Sidecar.start(engine, data=Listener(ListenAddress("127.0.0.1", 0)), name="main")
     member = await NodeMember.join(NodeSpec(group, (), None, None, 60.0), {"main": sidecar.address})
     url = await member.bridge_url()
     async with httpx.AsyncClient(trust_env=False, timeout=30) as http:

@@ -15,9 +15,11 @@ from support.engines import ManualEngine
 from support.refusals import refused
 from support.scripted import RunningSidecar, call, scripted_sidecar, sidecar_on, tokens
 from support.waiting import eventually
-from tokentape.process import ListenAddress
+from tokentape.listen import ListenAddress
 from tokentape_sidecar.errors import EngineDead
-from tokentape_sidecar.server import GENERATION_SERVICE, TAPE_SERVICE, AddressInUse, Sidecar
+from tokentape_sidecar.grpc_server import AddressInUse
+from tokentape_sidecar.server import GENERATION_SERVICE, TAPE_SERVICE, Sidecar
+from tokentape_sidecar.settings import Listener
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -106,5 +108,5 @@ async def test_a_port_is_never_shared() -> None:
     async with scripted_sidecar() as running:
         listen = ListenAddress.parse(running.sidecar.address)
         with pytest.raises(AddressInUse, match=f"cannot listen on {listen}: the address is in use"):
-            await Sidecar.start(ManualEngine(), listen=listen, name="other")
+            await Sidecar.start(ManualEngine(), data=Listener(listen), name="other")
         assert await running.client.health_of() == SERVING

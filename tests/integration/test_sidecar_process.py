@@ -105,7 +105,10 @@ def test_a_bad_script_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_an_address_of_another_machine_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*scripted_arguments(script(), tmp_path), "--listen", "192.0.2.1:50051"]
+    secret = tmp_path / "secret"
+    secret.write_text("none of them is read before the address is tried")
+    guarded = [arg for option in ("--tls-certificate", "--tls-key", "--token-file") for arg in (option, str(secret))]
+    arguments = [*scripted_arguments(script(), tmp_path), "--listen", "192.0.2.1:50051", *guarded]
     assert main(arguments) == 1
     assert "--listen: cannot listen on 192.0.2.1:50051: " in capsys.readouterr().err
 

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from support.sidecar_client import SidecarClient
-from tokentape.process import ListenAddress
+from tokentape.listen import ListenAddress
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
+from tokentape_sidecar.settings import Listener
 from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
 
 TOY_TOKENIZER = Path(__file__).parent / "toy_tokenizer"
@@ -67,7 +68,7 @@ async def sidecar_on(
 ) -> AsyncGenerator[RunningSidecar]:
     """Serve `engine` on a free port; on leaving, running calls are aborted."""
     sidecar = await Sidecar.start(
-        engine, listen=ListenAddress("127.0.0.1", 0), name=name, stall_limit_seconds=stall_limit_seconds
+        engine, data=Listener(ListenAddress("127.0.0.1", 0)), name=name, stall_limit_seconds=stall_limit_seconds
     )
     try:
         async with SidecarClient(sidecar.address, name) as client:

@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from support.scripted import TOY_TOKENIZER, call, script, tokens
-from tokentape.process import ListenAddress
+from tokentape.listen import ListenAddress
 from tokentape_bridge import sidecar as sidecar_module
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.settings import ChatSettings
@@ -21,6 +20,7 @@ from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
+from tokentape_sidecar.settings import Listener
 
 TAPE = "0" * 32
 
@@ -29,11 +29,18 @@ TAPE = "0" * 32
 async def serving(name: str) -> AsyncGenerator[Sidecar]:
     made = Script.model_validate(script(call(tokens(1, finish="stop")), repeat=True))
     engine = ScriptedEngine(made, TOY_TOKENIZER)
-    running = await Sidecar.start(engine, listen=ListenAddress("127.0.0.1", 0), name=name)
+    running = await Sidecar.start(engine, data=Listener(ListenAddress("127.0.0.1", 0)), name=name)
     try:
         yield running
     finally:
         await running.stop(grace_seconds=0)
+
+
+async def tell_health(sidecar: Sidecar, *, serves: bool) -> None:
+    """Let a sidecar say whether it serves."""
+    server = sidecar._data  # pyright: ignore[reportPrivateUsage]
+    assert server is not None
+    await server.tell_health(serves=serves)
 
 
 async def until_health(pool: SidecarPool, **expected: str | None) -> None:
@@ -51,7 +58,7 @@ async def test_a_sidecar_that_does_not_serve_gets_no_calls() -> None:
         open_pool(SidecarTable({"a": a.address, "b": b.address}, None), ChatSettings()) as pool,
     ):
         await until_health(pool, a=None, b=None)
-        await a._set_health(HealthCheckResponse.NOT_SERVING)  # pyright: ignore[reportPrivateUsage]
+        await tell_health(a, serves=False)
         # That is what it says when its engine has died.
         await until_health(pool, a="NOT_SERVING", b=None)
         for _ in range(3):
@@ -62,7 +69,7 @@ async def test_a_sidecar_that_does_not_serve_gets_no_calls() -> None:
             busy, _ = await pool.choose("", None)
             with busy.occupied():
                 assert (await pool.choose("", None))[0].name == "b"
-        await a._set_health(HealthCheckResponse.SERVING)  # pyright: ignore[reportPrivateUsage]
+        await tell_health(a, serves=True)
         await until_health(pool, a=None, b=None)
         assert (await pool.choose(f"a.{TAPE}", None))[0].name == "a"
 

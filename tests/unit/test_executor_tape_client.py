@@ -14,7 +14,7 @@ import pytest
 
 from support.scripted_agent import NoBridge
 from tokentape.channel import dial
-from tokentape.process import ListenAddress
+from tokentape.listen import ListenAddress
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
 from tokentape_executor import tape_client
 from tokentape_executor.assembler import Assembler
@@ -24,6 +24,7 @@ from tokentape_executor.tape_client import OpenedTape, TapeClient, TapeOptions
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
+from tokentape_sidecar.settings import Listener
 from tokentape_sidecar.tape_store import SWEEP_SECONDS
 
 PROMPT = [5, 6, 7]
@@ -83,7 +84,7 @@ async def sidecar(tmp_path: Path, model_directory: Path) -> AsyncGenerator[Sidec
         json.dumps({"model": model, "calls": [{"steps": [*steps[:-1], steps[-1] | {"finish_reason": "stop"}]}]})
     )
     engine = ScriptedEngine(Script.load(script), model_directory)
-    sidecar = await Sidecar.start(engine, listen=ListenAddress("127.0.0.1", 0), name="main")
+    sidecar = await Sidecar.start(engine, data=Listener(ListenAddress("127.0.0.1", 0)), name="main")
     yield sidecar
     await sidecar.stop(grace_seconds=0)
     await engine.close()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from tokentape.process import ListenAddress
+from tokentape.listen import ListenAddress
 from tokentape_executor.cli.help_text import DESCRIPTION, EPILOG, USAGE
 from tokentape_executor.oracle_report import DEFAULT_TOLERANCE
 from tokentape_executor.settings import OnFailure

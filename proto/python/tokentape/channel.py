@@ -9,6 +9,8 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
+from tokentape.access import OPEN, Access
+
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message that either side takes, in bytes; the sidecar's own limit is the same."""
 
@@ -34,8 +36,8 @@ _DIAL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def dial(address: str) -> grpc.aio.Channel:
-    """Return a channel to the sidecar at `address` (`host:port` or `unix:/path`).
+def dial(address: str, access: Access = OPEN) -> grpc.aio.Channel:
+    """Return a channel to the sidecar at `address` (`host:port` or `unix:/path`), which lets in those with `access`.
 
     Nothing is connected before the first call. The channel belongs to the running event loop; close it there.
     """

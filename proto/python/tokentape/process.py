@@ -7,44 +7,20 @@ import json
 import logging
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
-_MAX_PORT = 65535
-
-
-@dataclass(frozen=True, slots=True)
-class ListenAddress:
-    """A host and a TCP port to listen on; port 0 lets the system choose one."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `HOST:PORT`, with IPv6 hosts in brackets. Raises `argparse.ArgumentTypeError` on anything else."""
-        host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdecimal() or int(port) > _MAX_PORT:
-            raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT (as in 127.0.0.1:50051; port 0 picks one)")
-        return cls(host.removeprefix("[").removesuffix("]"), int(port))
-
-    def with_port(self, port: int) -> Self:
-        """Return the same host with another port."""
-        return type(self)(self.host, port)
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+from tokentape.listen import ListenAddress, UnixAddress, parse_address
 
 
-def add_server_options(parser: argparse.ArgumentParser, *, default_listen: str) -> None:
-    """Add `--listen`, `--ready-file` and `--log-level` to a server's options."""
+def add_server_options(parser: argparse.ArgumentParser, *, default_listen: str, unix: bool = False) -> None:
+    """Add `--listen`, `--ready-file` and `--log-level` to a server's options; `unix`: it can serve on a Unix socket."""
     parser.add_argument(
         "--listen",
-        type=ListenAddress.parse,
+        type=parse_address if unix else ListenAddress.parse,
         default=ListenAddress.parse(default_listen),
-        metavar="HOST:PORT",
-        help=f"where to serve; port 0 picks a free one (default: {default_listen})",
+        metavar="ADDRESS" if unix else "HOST:PORT",
+        help=f"where to serve{': HOST:PORT or unix:/PATH' if unix else ''}; port 0 picks a free one "
+        f"(default: {default_listen})",
     )
     parser.add_argument(
         "--ready-file",
@@ -58,6 +34,12 @@ def add_server_options(parser: argparse.ArgumentParser, *, default_listen: str) 
         default="info",
         help="least severe messages to log, on standard error (default: info)",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=["text", "json"],
+        default="text",
+        help="a line of text or a JSON object per message (default: text)",
+    )
 
 
 def configure_logging(level: str) -> None:
@@ -67,7 +49,7 @@ def configure_logging(level: str) -> None:
     )
 
 
-def write_ready_file(path: Path, address: ListenAddress) -> None:
+def write_ready_file(path: Path, address: ListenAddress | UnixAddress) -> None:
     """Publish that this process serves at `address`; readers see the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atokentape/v1/control.proto\x12\x0ctokentape.v1\"Z\n\x16PauseGenerationRequest\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.tokentape.v1.PauseMode\x12\x19\n\x11keep_prefix_cache\x18\x02 \x01(\x08\"\x19\n\x17PauseGenerationResponse\"\x19\n\x17ResumeGenerationRequest\"\x1a\n\x18ResumeGenerationResponse\"A\n\x14UpdateWeightsRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"\x17\n\x15UpdateWeightsResponse\"1\n\x17SetWeightVersionRequest\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\"\x1a\n\x18SetWeightVersionResponse\"\x19\n\x17ResetPrefixCacheRequest\"\x1a\n\x18ResetPrefixCacheResponse\",\n\x0cSleepRequest\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_level\"\x0f\n\rSleepResponse\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eWakeUpResponse\"\x17\n\x15GetEngineStateRequest\"q\n\x16GetEngineStateResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.tokentape.v1.EngineState\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\x12\x15\n\rrunning_calls\x18\x03 \x01(\r\"\x12\n\x10ListTapesRequest\"\xb7\x01\n\x11ListTapesResponse\x12:\n\x05tapes\x18\x01 \x03(\x0b\x32+.tokentape.v1.ListTapesResponse.TapeSummary\x1a\x66\n\x0bTapeSummary\x12\x16\n\x0etape_id_sha256\x18\x01 \x01(\t\x12\x12\n\ncall_count\x18\x02 \x01(\r\x12\x1b\n\x13sampled_token_count\x18\x03 \x01(\x04\x12\x0e\n\x06sealed\x18\x04 \x01(\x08*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*\xaf\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_RUNNING\x10\x01\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x02\x12\x17\n\x13\x45NGINE_STATE_ASLEEP\x10\x03\x12\x1f\n\x1b\x45NGINE_STATE_WEIGHTS_BROKEN\x10\x04\x12\x15\n\x11\x45NGINE_STATE_DEAD\x10\x05\x32\xa5\x06\n\x0e\x43ontrolService\x12^\n\x0fPauseGeneration\x12$.tokentape.v1.PauseGenerationRequest\x1a%.tokentape.v1.PauseGenerationResponse\x12\x61\n\x10ResumeGeneration\x12%.tokentape.v1.ResumeGenerationRequest\x1a&.tokentape.v1.ResumeGenerationResponse\x12X\n\rUpdateWeights\x12\".tokentape.v1.UpdateWeightsRequest\x1a#.tokentape.v1.UpdateWeightsResponse\x12\x61\n\x10SetWeightVersion\x12%.tokentape.v1.SetWeightVersionRequest\x1a&.tokentape.v1.SetWeightVersionResponse\x12\x61\n\x10ResetPrefixCache\x12%.tokentape.v1.ResetPrefixCacheRequest\x1a&.tokentape.v1.ResetPrefixCacheResponse\x12@\n\x05Sleep\x12\x1a.tokentape.v1.SleepRequest\x1a\x1b.tokentape.v1.SleepResponse\x12\x43\n\x06WakeUp\x12\x1b.tokentape.v1.WakeUpRequest\x1a\x1c.tokentape.v1.WakeUpResponse\x12[\n\x0eGetEngineState\x12#.tokentape.v1.GetEngineStateRequest\x1a$.tokentape.v1.GetEngineStateResponse\x12L\n\tListTapes\x12\x1e.tokentape.v1.ListTapesRequest\x1a\x1f.tokentape.v1.ListTapesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atokentape/v1/control.proto\x12\x0ctokentape.v1\"Z\n\x16PauseGenerationRequest\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.tokentape.v1.PauseMode\x12\x19\n\x11keep_prefix_cache\x18\x02 \x01(\x08\"\x19\n\x17PauseGenerationResponse\"\x19\n\x17ResumeGenerationRequest\"\x1a\n\x18ResumeGenerationResponse\"A\n\x14UpdateWeightsRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\"\x17\n\x15UpdateWeightsResponse\"1\n\x17SetWeightVersionRequest\x12\x16\n\x0eweight_version\x18\x01 \x01(\t\"\x1a\n\x18SetWeightVersionResponse\"\x19\n\x17ResetPrefixCacheRequest\"\x1a\n\x18ResetPrefixCacheResponse\"S\n\x0cSleepRequest\x12\x12\n\x05level\x18\x01 \x01(\rH\x00\x88\x01\x01\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.tokentape.v1.PauseModeB\x08\n\x06_level\"\x0f\n\rSleepResponse\"\x1d\n\rWakeUpRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x10\n\x0eWakeUpResponse\"\x17\n\x15GetEngineStateRequest\"\x82\x01\n\x16GetEngineStateResponse\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.tokentape.v1.EngineState\x12\x16\n\x0eweight_version\x18\x02 \x01(\t\x12\x15\n\rrunning_calls\x18\x03 \x01(\r\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\x12\n\x10ListTapesRequest\"\xff\x01\n\x11ListTapesResponse\x12:\n\x05tapes\x18\x01 \x03(\x0b\x32+.tokentape.v1.ListTapesResponse.TapeSummary\x1a\xad\x01\n\x0bTapeSummary\x12\x16\n\x0etape_id_sha256\x18\x01 \x01(\t\x12\x12\n\ncall_count\x18\x02 \x01(\r\x12\x1b\n\x13sampled_token_count\x18\x03 \x01(\x04\x12\x0e\n\x06sealed\x18\x04 \x01(\x08\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x15\n\rwatcher_count\x18\x06 \x01(\r\x12\x1a\n\x12running_call_count\x18\x07 \x01(\r*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*\xec\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_RUNNING\x10\x01\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x02\x12\x17\n\x13\x45NGINE_STATE_ASLEEP\x10\x03\x12\x1f\n\x1b\x45NGINE_STATE_WEIGHTS_BROKEN\x10\x04\x12\x15\n\x11\x45NGINE_STATE_DEAD\x10\x05\x12!\n\x1d\x45NGINE_STATE_UPDATING_WEIGHTS\x10\x06\x12\x18\n\x14\x45NGINE_STATE_STALLED\x10\x07\x32\xa5\x06\n\x0e\x43ontrolService\x12^\n\x0fPauseGeneration\x12$.tokentape.v1.PauseGenerationRequest\x1a%.tokentape.v1.PauseGenerationResponse\x12\x61\n\x10ResumeGeneration\x12%.tokentape.v1.ResumeGenerationRequest\x1a&.tokentape.v1.ResumeGenerationResponse\x12X\n\rUpdateWeights\x12\".tokentape.v1.UpdateWeightsRequest\x1a#.tokentape.v1.UpdateWeightsResponse\x12\x61\n\x10SetWeightVersion\x12%.tokentape.v1.SetWeightVersionRequest\x1a&.tokentape.v1.SetWeightVersionResponse\x12\x61\n\x10ResetPrefixCache\x12%.tokentape.v1.ResetPrefixCacheRequest\x1a&.tokentape.v1.ResetPrefixCacheResponse\x12@\n\x05Sleep\x12\x1a.tokentape.v1.SleepRequest\x1a\x1b.tokentape.v1.SleepResponse\x12\x43\n\x06WakeUp\x12\x1b.tokentape.v1.WakeUpRequest\x1a\x1c.tokentape.v1.WakeUpResponse\x12[\n\x0eGetEngineState\x12#.tokentape.v1.GetEngineStateRequest\x1a$.tokentape.v1.GetEngineStateResponse\x12L\n\tListTapes\x12\x1e.tokentape.v1.ListTapesRequest\x1a\x1f.tokentape.v1.ListTapesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokentape.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAUSEMODE']._serialized_start=902
-  _globals['_PAUSEMODE']._serialized_end=1005
-  _globals['_ENGINESTATE']._serialized_start=1008
-  _globals['_ENGINESTATE']._serialized_end=1183
+  _globals['_PAUSEMODE']._serialized_start=1031
+  _globals['_PAUSEMODE']._serialized_end=1134
+  _globals['_ENGINESTATE']._serialized_start=1137
+  _globals['_ENGINESTATE']._serialized_end=1373
   _globals['_PAUSEGENERATIONREQUEST']._serialized_start=44
   _globals['_PAUSEGENERATIONREQUEST']._serialized_end=134
   _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=136
@@ -56,23 +56,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=416
   _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=442
   _globals['_SLEEPREQUEST']._serialized_start=444
-  _globals['_SLEEPREQUEST']._serialized_end=488
-  _globals['_SLEEPRESPONSE']._serialized_start=490
-  _globals['_SLEEPRESPONSE']._serialized_end=505
-  _globals['_WAKEUPREQUEST']._serialized_start=507
-  _globals['_WAKEUPREQUEST']._serialized_end=536
-  _globals['_WAKEUPRESPONSE']._serialized_start=538
-  _globals['_WAKEUPRESPONSE']._serialized_end=554
-  _globals['_GETENGINESTATEREQUEST']._serialized_start=556
-  _globals['_GETENGINESTATEREQUEST']._serialized_end=579
-  _globals['_GETENGINESTATERESPONSE']._serialized_start=581
-  _globals['_GETENGINESTATERESPONSE']._serialized_end=694
-  _globals['_LISTTAPESREQUEST']._serialized_start=696
-  _globals['_LISTTAPESREQUEST']._serialized_end=714
-  _globals['_LISTTAPESRESPONSE']._serialized_start=717
-  _globals['_LISTTAPESRESPONSE']._serialized_end=900
-  _globals['_LISTTAPESRESPONSE_TAPESUMMARY']._serialized_start=798
-  _globals['_LISTTAPESRESPONSE_TAPESUMMARY']._serialized_end=900
-  _globals['_CONTROLSERVICE']._serialized_start=1186
-  _globals['_CONTROLSERVICE']._serialized_end=1991
+  _globals['_SLEEPREQUEST']._serialized_end=527
+  _globals['_SLEEPRESPONSE']._serialized_start=529
+  _globals['_SLEEPRESPONSE']._serialized_end=544
+  _globals['_WAKEUPREQUEST']._serialized_start=546
+  _globals['_WAKEUPREQUEST']._serialized_end=575
+  _globals['_WAKEUPRESPONSE']._serialized_start=577
+  _globals['_WAKEUPRESPONSE']._serialized_end=593
+  _globals['_GETENGINESTATEREQUEST']._serialized_start=595
+  _globals['_GETENGINESTATEREQUEST']._serialized_end=618
+  _globals['_GETENGINESTATERESPONSE']._serialized_start=621
+  _globals['_GETENGINESTATERESPONSE']._serialized_end=751
+  _globals['_LISTTAPESREQUEST']._serialized_start=753
+  _globals['_LISTTAPESREQUEST']._serialized_end=771
+  _globals['_LISTTAPESRESPONSE']._serialized_start=774
+  _globals['_LISTTAPESRESPONSE']._serialized_end=1029
+  _globals['_LISTTAPESRESPONSE_TAPESUMMARY']._serialized_start=856
+  _globals['_LISTTAPESRESPONSE_TAPESUMMARY']._serialized_end=1029
+  _globals['_CONTROLSERVICE']._serialized_start=1376
+  _globals['_CONTROLSERVICE']._serialized_end=2181
 # @@protoc_insertion_point(module_scope)

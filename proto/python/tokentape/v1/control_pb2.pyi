@@ -65,6 +65,10 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """An update of the weights failed half way; it does not serve until one succeeds."""
     ENGINE_STATE_DEAD: _EngineState.ValueType  # 5
     """It is dead."""
+    ENGINE_STATE_UPDATING_WEIGHTS: _EngineState.ValueType  # 6
+    """Its weights are being updated."""
+    ENGINE_STATE_STALLED: _EngineState.ValueType  # 7
+    """It has stalled: calls run and it emits nothing."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """EngineState is a phase of the engine's life."""
@@ -81,6 +85,10 @@ ENGINE_STATE_WEIGHTS_BROKEN: EngineState.ValueType  # 4
 """An update of the weights failed half way; it does not serve until one succeeds."""
 ENGINE_STATE_DEAD: EngineState.ValueType  # 5
 """It is dead."""
+ENGINE_STATE_UPDATING_WEIGHTS: EngineState.ValueType  # 6
+"""Its weights are being updated."""
+ENGINE_STATE_STALLED: EngineState.ValueType  # 7
+"""It has stalled: calls run and it emits nothing."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 @_typing.final
@@ -285,16 +293,20 @@ class SleepRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
     level: _builtins.int
-    """1 moves the weights to host memory, 2 discards them. Absent: 1."""
+    """1 moves the weights to host memory, 2 discards them: after waking, update them. Absent: 1."""
+    mode: Global___PauseMode.ValueType
+    """What becomes of running calls; what they had cached is computed anew after waking. Unspecified: they stay."""
     def __init__(
         self,
         *,
         level: _builtins.int | None = ...,
+        mode: Global___PauseMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_level", b"_level", "level", b"level", "mode", b"mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__level: _TypeAlias = _typing.Literal["level"]  # noqa: Y015
     _WhichOneofArgType__level: _TypeAlias = _typing.Literal["_level", b"_level"]  # noqa: Y015
@@ -386,22 +398,26 @@ class GetEngineStateResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
     RUNNING_CALLS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     state: Global___EngineState.ValueType
     """Its phase."""
     weight_version: _builtins.str
     """The version of the weights that would sample the next token; empty while none was ever set."""
     running_calls: _builtins.int
     """Calls that have started and not ended."""
+    problem: _builtins.str
+    """Where the state is ENGINE_STATE_WEIGHTS_BROKEN: why, for people. Else empty."""
     def __init__(
         self,
         *,
         state: Global___EngineState.ValueType = ...,
         weight_version: _builtins.str = ...,
         running_calls: _builtins.int = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_calls", b"running_calls", "state", b"state", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "running_calls", b"running_calls", "state", b"state", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -440,6 +456,9 @@ class ListTapesResponse(_message.Message):
         CALL_COUNT_FIELD_NUMBER: _builtins.int
         SAMPLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
         SEALED_FIELD_NUMBER: _builtins.int
+        SIZE_BYTES_FIELD_NUMBER: _builtins.int
+        WATCHER_COUNT_FIELD_NUMBER: _builtins.int
+        RUNNING_CALL_COUNT_FIELD_NUMBER: _builtins.int
         tape_id_sha256: _builtins.str
         """Hex SHA-256 of the tape's id."""
         call_count: _builtins.int
@@ -448,6 +467,12 @@ class ListTapesResponse(_message.Message):
         """Tokens sampled on the tape."""
         sealed: _builtins.bool
         """Whether it is sealed."""
+        size_bytes: _builtins.int
+        """Memory that the tape takes in the sidecar, in bytes."""
+        watcher_count: _builtins.int
+        """Watchers that read it now."""
+        running_call_count: _builtins.int
+        """Calls on it that have not ended."""
         def __init__(
             self,
             *,
@@ -455,10 +480,13 @@ class ListTapesResponse(_message.Message):
             call_count: _builtins.int = ...,
             sampled_token_count: _builtins.int = ...,
             sealed: _builtins.bool = ...,
+            size_bytes: _builtins.int = ...,
+            watcher_count: _builtins.int = ...,
+            running_call_count: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["call_count", b"call_count", "sampled_token_count", b"sampled_token_count", "sealed", b"sealed", "tape_id_sha256", b"tape_id_sha256"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["call_count", b"call_count", "running_call_count", b"running_call_count", "sampled_token_count", b"sampled_token_count", "sealed", b"sealed", "size_bytes", b"size_bytes", "tape_id_sha256", b"tape_id_sha256", "watcher_count", b"watcher_count"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

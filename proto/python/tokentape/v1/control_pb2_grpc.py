@@ -26,7 +26,11 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """ControlService pauses the engine, changes its weights and lets it sleep.
+    """ControlService pauses the engine, changes its weights and lets it sleep. Its methods run one at a time, in the order in
+    which they came; GetEngineState and ListTapes answer at once.
+
+    All methods that act on the engine: UNAVAILABLE when it is dead, INTERNAL when it failed at what was asked,
+    UNIMPLEMENTED when it cannot do that, FAILED_PRECONDITION when its state does not allow it.
     """
 
     def __init__(self, channel):
@@ -83,25 +87,37 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """ControlService pauses the engine, changes its weights and lets it sleep.
+    """ControlService pauses the engine, changes its weights and lets it sleep. Its methods run one at a time, in the order in
+    which they came; GetEngineState and ListTapes answer at once.
+
+    All methods that act on the engine: UNAVAILABLE when it is dead, INTERNAL when it failed at what was asked,
+    UNIMPLEMENTED when it cannot do that, FAILED_PRECONDITION when its state does not allow it.
     """
 
     def PauseGeneration(self, request, context):
-        """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked.
+        """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked. New calls are taken
+        and wait. Pausing a paused engine applies the mode to the calls that wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """ResumeGeneration lets waiting and new calls sample again.
+        """ResumeGeneration lets waiting and new calls sample again. Resuming a running engine changes nothing.
+        FAILED_PRECONDITION: it sleeps, or an update of its weights failed half way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root.
+        """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root. Running calls are kept:
+        they go on with the new weights, and their tapes say at which token. An engine that samples is paused meanwhile, its
+        cache cleared; one that is paused already stays so.
+
+        NOT_FOUND: no checkpoint is there; INVALID_ARGUMENT: the directory is not below the root, or the version is empty;
+        FAILED_PRECONDITION: the sidecar has no weights root, or the engine sleeps. These change nothing. INTERNAL: it failed
+        half way; running calls fail, and the sidecar does not serve until an update succeeds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,21 +131,21 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """ResetPrefixCache forgets all cached prefixes.
+        """ResetPrefixCache forgets all cached prefixes. FAILED_PRECONDITION: running calls hold some; pause first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Sleep releases the engine's device memory.
+        """Sleep releases the engine's device memory. New calls are taken and wait. Sleeping twice changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """WakeUp takes it back.
+        """WakeUp takes it back. Waking an engine that is awake changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,7 +222,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """ControlService pauses the engine, changes its weights and lets it sleep.
+    """ControlService pauses the engine, changes its weights and lets it sleep. Its methods run one at a time, in the order in
+    which they came; GetEngineState and ListTapes answer at once.
+
+    All methods that act on the engine: UNAVAILABLE when it is dead, INTERNAL when it failed at what was asked,
+    UNIMPLEMENTED when it cannot do that, FAILED_PRECONDITION when its state does not allow it.
     """
 
     @staticmethod

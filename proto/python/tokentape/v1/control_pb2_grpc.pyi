@@ -27,26 +27,42 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ControlServiceStub:
-    """ControlService pauses the engine, changes its weights and lets it sleep."""
+    """ControlService pauses the engine, changes its weights and lets it sleep. Its methods run one at a time, in the order in
+    which they came; GetEngineState and ListTapes answer at once.
+
+    All methods that act on the engine: UNAVAILABLE when it is dead, INTERNAL when it failed at what was asked,
+    UNIMPLEMENTED when it cannot do that, FAILED_PRECONDITION when its state does not allow it.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControlServiceAsyncStub: ...
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_control_pb2.PauseGenerationRequest, _control_pb2.PauseGenerationResponse]
-    """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked."""
+    """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked. New calls are taken
+    and wait. Pausing a paused engine applies the mode to the calls that wait.
+    """
     ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeGenerationRequest, _control_pb2.ResumeGenerationResponse]
-    """ResumeGeneration lets waiting and new calls sample again."""
+    """ResumeGeneration lets waiting and new calls sample again. Resuming a running engine changes nothing.
+    FAILED_PRECONDITION: it sleeps, or an update of its weights failed half way.
+    """
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_control_pb2.UpdateWeightsRequest, _control_pb2.UpdateWeightsResponse]
-    """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root."""
+    """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root. Running calls are kept:
+    they go on with the new weights, and their tapes say at which token. An engine that samples is paused meanwhile, its
+    cache cleared; one that is paused already stays so.
+
+    NOT_FOUND: no checkpoint is there; INVALID_ARGUMENT: the directory is not below the root, or the version is empty;
+    FAILED_PRECONDITION: the sidecar has no weights root, or the engine sleeps. These change nothing. INTERNAL: it failed
+    half way; running calls fail, and the sidecar does not serve until an update succeeds.
+    """
     SetWeightVersion: _grpc.UnaryUnaryMultiCallable[_control_pb2.SetWeightVersionRequest, _control_pb2.SetWeightVersionResponse]
     """SetWeightVersion names the weights that the engine has now."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResetPrefixCacheRequest, _control_pb2.ResetPrefixCacheResponse]
-    """ResetPrefixCache forgets all cached prefixes."""
+    """ResetPrefixCache forgets all cached prefixes. FAILED_PRECONDITION: running calls hold some; pause first."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_control_pb2.SleepRequest, _control_pb2.SleepResponse]
-    """Sleep releases the engine's device memory."""
+    """Sleep releases the engine's device memory. New calls are taken and wait. Sleeping twice changes nothing."""
     WakeUp: _grpc.UnaryUnaryMultiCallable[_control_pb2.WakeUpRequest, _control_pb2.WakeUpResponse]
-    """WakeUp takes it back."""
+    """WakeUp takes it back. Waking an engine that is awake changes nothing."""
     GetEngineState: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetEngineStateRequest, _control_pb2.GetEngineStateResponse]
     """GetEngineState tells what the engine is doing."""
     ListTapes: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListTapesRequest, _control_pb2.ListTapesResponse]
@@ -54,30 +70,51 @@ class ControlServiceStub:
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
-    """ControlService pauses the engine, changes its weights and lets it sleep."""
+    """ControlService pauses the engine, changes its weights and lets it sleep. Its methods run one at a time, in the order in
+    which they came; GetEngineState and ListTapes answer at once.
+
+    All methods that act on the engine: UNAVAILABLE when it is dead, INTERNAL when it failed at what was asked,
+    UNIMPLEMENTED when it cannot do that, FAILED_PRECONDITION when its state does not allow it.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_control_pb2.PauseGenerationRequest, _control_pb2.PauseGenerationResponse]  # type: ignore[assignment]
-    """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked."""
+    """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked. New calls are taken
+    and wait. Pausing a paused engine applies the mode to the calls that wait.
+    """
     ResumeGeneration: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeGenerationRequest, _control_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
-    """ResumeGeneration lets waiting and new calls sample again."""
+    """ResumeGeneration lets waiting and new calls sample again. Resuming a running engine changes nothing.
+    FAILED_PRECONDITION: it sleeps, or an update of its weights failed half way.
+    """
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_control_pb2.UpdateWeightsRequest, _control_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
-    """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root."""
+    """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root. Running calls are kept:
+    they go on with the new weights, and their tapes say at which token. An engine that samples is paused meanwhile, its
+    cache cleared; one that is paused already stays so.
+
+    NOT_FOUND: no checkpoint is there; INVALID_ARGUMENT: the directory is not below the root, or the version is empty;
+    FAILED_PRECONDITION: the sidecar has no weights root, or the engine sleeps. These change nothing. INTERNAL: it failed
+    half way; running calls fail, and the sidecar does not serve until an update succeeds.
+    """
     SetWeightVersion: _aio.UnaryUnaryMultiCallable[_control_pb2.SetWeightVersionRequest, _control_pb2.SetWeightVersionResponse]  # type: ignore[assignment]
     """SetWeightVersion names the weights that the engine has now."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_control_pb2.ResetPrefixCacheRequest, _control_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """ResetPrefixCache forgets all cached prefixes."""
+    """ResetPrefixCache forgets all cached prefixes. FAILED_PRECONDITION: running calls hold some; pause first."""
     Sleep: _aio.UnaryUnaryMultiCallable[_control_pb2.SleepRequest, _control_pb2.SleepResponse]  # type: ignore[assignment]
-    """Sleep releases the engine's device memory."""
+    """Sleep releases the engine's device memory. New calls are taken and wait. Sleeping twice changes nothing."""
     WakeUp: _aio.UnaryUnaryMultiCallable[_control_pb2.WakeUpRequest, _control_pb2.WakeUpResponse]  # type: ignore[assignment]
-    """WakeUp takes it back."""
+    """WakeUp takes it back. Waking an engine that is awake changes nothing."""
     GetEngineState: _aio.UnaryUnaryMultiCallable[_control_pb2.GetEngineStateRequest, _control_pb2.GetEngineStateResponse]  # type: ignore[assignment]
     """GetEngineState tells what the engine is doing."""
     ListTapes: _aio.UnaryUnaryMultiCallable[_control_pb2.ListTapesRequest, _control_pb2.ListTapesResponse]  # type: ignore[assignment]
     """ListTapes lists the tapes that the sidecar holds, by hashes of their ids."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
-    """ControlService pauses the engine, changes its weights and lets it sleep."""
+    """ControlService pauses the engine, changes its weights and lets it sleep. Its methods run one at a time, in the order in
+    which they came; GetEngineState and ListTapes answer at once.
+
+    All methods that act on the engine: UNAVAILABLE when it is dead, INTERNAL when it failed at what was asked,
+    UNIMPLEMENTED when it cannot do that, FAILED_PRECONDITION when its state does not allow it.
+    """
 
     @_abc_1.abstractmethod
     def PauseGeneration(
@@ -85,7 +122,9 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.PauseGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.PauseGenerationResponse, _abc.Awaitable[_control_pb2.PauseGenerationResponse]]:
-        """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked."""
+        """PauseGeneration stops sampling; calls already made wait, finish first or are aborted, as asked. New calls are taken
+        and wait. Pausing a paused engine applies the mode to the calls that wait.
+        """
 
     @_abc_1.abstractmethod
     def ResumeGeneration(
@@ -93,7 +132,9 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ResumeGenerationResponse, _abc.Awaitable[_control_pb2.ResumeGenerationResponse]]:
-        """ResumeGeneration lets waiting and new calls sample again."""
+        """ResumeGeneration lets waiting and new calls sample again. Resuming a running engine changes nothing.
+        FAILED_PRECONDITION: it sleeps, or an update of its weights failed half way.
+        """
 
     @_abc_1.abstractmethod
     def UpdateWeights(
@@ -101,7 +142,14 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.UpdateWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.UpdateWeightsResponse, _abc.Awaitable[_control_pb2.UpdateWeightsResponse]]:
-        """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root."""
+        """UpdateWeights loads weights from a checkpoint directory below the sidecar's weights root. Running calls are kept:
+        they go on with the new weights, and their tapes say at which token. An engine that samples is paused meanwhile, its
+        cache cleared; one that is paused already stays so.
+
+        NOT_FOUND: no checkpoint is there; INVALID_ARGUMENT: the directory is not below the root, or the version is empty;
+        FAILED_PRECONDITION: the sidecar has no weights root, or the engine sleeps. These change nothing. INTERNAL: it failed
+        half way; running calls fail, and the sidecar does not serve until an update succeeds.
+        """
 
     @_abc_1.abstractmethod
     def SetWeightVersion(
@@ -117,7 +165,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_control_pb2.ResetPrefixCacheResponse]]:
-        """ResetPrefixCache forgets all cached prefixes."""
+        """ResetPrefixCache forgets all cached prefixes. FAILED_PRECONDITION: running calls hold some; pause first."""
 
     @_abc_1.abstractmethod
     def Sleep(
@@ -125,7 +173,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.SleepResponse, _abc.Awaitable[_control_pb2.SleepResponse]]:
-        """Sleep releases the engine's device memory."""
+        """Sleep releases the engine's device memory. New calls are taken and wait. Sleeping twice changes nothing."""
 
     @_abc_1.abstractmethod
     def WakeUp(
@@ -133,7 +181,7 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.WakeUpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.WakeUpResponse, _abc.Awaitable[_control_pb2.WakeUpResponse]]:
-        """WakeUp takes it back."""
+        """WakeUp takes it back. Waking an engine that is awake changes nothing."""
 
     @_abc_1.abstractmethod
     def GetEngineState(

@@ -68,8 +68,9 @@ class GenerationServiceServicer:
 
         INVALID_ARGUMENT: a field is wrong (the message names it). OUT_OF_RANGE: the prompt leaves no room in the context.
         NOT_FOUND: no such tape, parent call or LoRA. FAILED_PRECONDITION: the tape is sealed.
-        RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead, or the sidecar is
-        shutting down. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
+        RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead or full, an update of its
+        weights failed half way, or the sidecar is shutting down or runs as many calls as it may. ABORTED: the weights changed
+        more often than the tape allows. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

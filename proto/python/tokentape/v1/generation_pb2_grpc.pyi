@@ -40,8 +40,9 @@ class GenerationServiceStub:
 
     INVALID_ARGUMENT: a field is wrong (the message names it). OUT_OF_RANGE: the prompt leaves no room in the context.
     NOT_FOUND: no such tape, parent call or LoRA. FAILED_PRECONDITION: the tape is sealed.
-    RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead, or the sidecar is
-    shutting down. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
+    RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead or full, an update of its
+    weights failed half way, or the sidecar is shutting down or runs as many calls as it may. ABORTED: the weights changed
+    more often than the tape allows. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
@@ -66,8 +67,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
 
     INVALID_ARGUMENT: a field is wrong (the message names it). OUT_OF_RANGE: the prompt leaves no room in the context.
     NOT_FOUND: no such tape, parent call or LoRA. FAILED_PRECONDITION: the tape is sealed.
-    RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead, or the sidecar is
-    shutting down. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
+    RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead or full, an update of its
+    weights failed half way, or the sidecar is shutting down or runs as many calls as it may. ABORTED: the weights changed
+    more often than the tape allows. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
@@ -95,8 +97,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
 
         INVALID_ARGUMENT: a field is wrong (the message names it). OUT_OF_RANGE: the prompt leaves no room in the context.
         NOT_FOUND: no such tape, parent call or LoRA. FAILED_PRECONDITION: the tape is sealed.
-        RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead, or the sidecar is
-        shutting down. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
+        RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead or full, an update of its
+        weights failed half way, or the sidecar is shutting down or runs as many calls as it may. ABORTED: the weights changed
+        more often than the tape allows. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
         """
 
     @_abc_1.abstractmethod

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tokentape.v1 import types_pb2 as tokentape_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tokentape/v1/tape.proto\x12\x0ctokentape.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokentape/v1/types.proto\"\xc9\x01\n\x0fOpenTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12(\n\x06limits\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.TapeLimits\x12\x39\n\x0fsampling_policy\x18\x03 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x18\n\x0bpolicy_seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0ekeep_reasoning\x18\x05 \x01(\x08\x42\x0e\n\x0c_policy_seed\"\xd3\x01\n\nTapeLimits\x12\x1f\n\x12max_context_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12max_sampled_tokens\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x16\n\tmax_calls\x18\x03 \x01(\rH\x02\x88\x01\x01\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x15\n\x13_max_context_tokensB\x15\n\x13_max_sampled_tokensB\x0c\n\n_max_calls\"@\n\x10OpenTapeResponse\x12\x14\n\x0creader_token\x18\x01 \x01(\t\x12\x16\n\x0eschema_version\x18\x02 \x01(\r\"P\n\x10WatchTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\x12\x15\n\rfrom_sequence\x18\x03 \x01(\x04\"i\n\x11WatchTapeResponse\x12(\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x17.tokentape.v1.TapeEntry\x12\x19\n\x0c\x63\x61ught_up_to\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_caught_up_to\"\xb9\x08\n\tTapeEntry\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12;\n\x0c\x63\x61ll_started\x18\x02 \x01(\x0b\x32#.tokentape.v1.TapeEntry.CallStartedH\x00\x12?\n\x0etokens_sampled\x18\x03 \x01(\x0b\x32%.tokentape.v1.TapeEntry.TokensSampledH\x00\x12\x41\n\x0f\x63hoice_finished\x18\x04 \x01(\x0b\x32&.tokentape.v1.TapeEntry.ChoiceFinishedH\x00\x12\x39\n\x0b\x63\x61ll_failed\x18\x05 \x01(\x0b\x32\".tokentape.v1.TapeEntry.CallFailedH\x00\x12\x39\n\x0btape_sealed\x18\x06 \x01(\x0b\x32\".tokentape.v1.TapeEntry.TapeSealedH\x00\x1a\xab\x02\n\x0b\x43\x61llStarted\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x12\n\ncall_index\x18\x02 \x01(\r\x12\x30\n\x06parent\x18\x03 \x01(\x0b\x32\x1b.tokentape.v1.CallReferenceH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12prompt_token_count\x18\x05 \x01(\r\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0e\n\x06\x61nchor\x18\x07 \x01(\t\x12-\n\x0bsplit_cause\x18\x08 \x01(\x0e\x32\x18.tokentape.v1.SplitCause\x12\x11\n\tlora_name\x18\t \x01(\tB\t\n\x07_parent\x1a\xeb\x01\n\rTokensSampled\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x34\n\x0ctop_logprobs\x18\x05 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x16\n\x0eweight_version\x18\x06 \x01(\t\x12\x1a\n\x12\x62oundary_uncertain\x18\x07 \x01(\x08\x12\x13\n\x0bstale_cache\x18\x08 \x01(\x08\x42\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\x1aO\n\x0e\x43hoiceFinished\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.Completion\x1a.\n\nCallFailed\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x1a=\n\nTapeSealed\x12\x12\n\ncall_count\x18\x01 \x01(\r\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x04\x42\x07\n\x05\x65ntry\"N\n\x0eGetTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\x12\x15\n\rfrom_sequence\x18\x03 \x01(\x04\"\xa4\x01\n\x0fGetTapeResponse\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.tokentape.v1.TapeEntry\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x14\n\x0c\x65nd_sequence\x18\x04 \x01(\x04\x12\x0e\n\x06sealed\x18\x05 \x01(\x08\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\"f\n\x10\x46indCallsRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61nchors\x18\x02 \x03(\t\x12\x17\n\x0f\x65xact_token_ids\x18\x03 \x03(\r\x12\x17\n\x0finclude_prompts\x18\x04 \x01(\x08\"\x80\x03\n\x11\x46indCallsResponse\x12\x38\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32).tokentape.v1.FindCallsResponse.FoundCall\x12\x16\n\x0ekeep_reasoning\x18\x02 \x01(\x08\x1a\xb4\x01\n\tFoundCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0e\n\x06\x61nchor\x18\x02 \x01(\t\x12\x1b\n\x13\x63ontext_fingerprint\x18\x05 \x01(\t\x12\x11\n\tlora_name\x18\x06 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12<\n\x07\x63hoices\x18\x04 \x03(\x0b\x32+.tokentape.v1.FindCallsResponse.FoundChoice\x1a\x62\n\x0b\x46oundChoice\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x31\n\ncompletion\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.CompletionH\x00\x88\x01\x01\x42\r\n\x0b_completion\"8\n\x0fSealTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\"Y\n\x10SealTapeResponse\x12\x14\n\x0c\x65nd_sequence\x18\x01 \x01(\x04\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\":\n\x11\x44\x65leteTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\"\x14\n\x12\x44\x65leteTapeResponse2\xda\x03\n\x0bTapeService\x12I\n\x08OpenTape\x12\x1d.tokentape.v1.OpenTapeRequest\x1a\x1e.tokentape.v1.OpenTapeResponse\x12N\n\tWatchTape\x12\x1e.tokentape.v1.WatchTapeRequest\x1a\x1f.tokentape.v1.WatchTapeResponse0\x01\x12\x46\n\x07GetTape\x12\x1c.tokentape.v1.GetTapeRequest\x1a\x1d.tokentape.v1.GetTapeResponse\x12L\n\tFindCalls\x12\x1e.tokentape.v1.FindCallsRequest\x1a\x1f.tokentape.v1.FindCallsResponse\x12I\n\x08SealTape\x12\x1d.tokentape.v1.SealTapeRequest\x1a\x1e.tokentape.v1.SealTapeResponse\x12O\n\nDeleteTape\x12\x1f.tokentape.v1.DeleteTapeRequest\x1a .tokentape.v1.DeleteTapeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tokentape/v1/tape.proto\x12\x0ctokentape.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokentape/v1/types.proto\"\xc9\x01\n\x0fOpenTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12(\n\x06limits\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.TapeLimits\x12\x39\n\x0fsampling_policy\x18\x03 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x18\n\x0bpolicy_seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0ekeep_reasoning\x18\x05 \x01(\x08\x42\x0e\n\x0c_policy_seed\"\x8b\x02\n\nTapeLimits\x12\x1f\n\x12max_context_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12max_sampled_tokens\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x16\n\tmax_calls\x18\x03 \x01(\rH\x02\x88\x01\x01\x12/\n\x0ctime_to_live\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x12max_weight_changes\x18\x05 \x01(\rH\x03\x88\x01\x01\x42\x15\n\x13_max_context_tokensB\x15\n\x13_max_sampled_tokensB\x0c\n\n_max_callsB\x15\n\x13_max_weight_changes\"@\n\x10OpenTapeResponse\x12\x14\n\x0creader_token\x18\x01 \x01(\t\x12\x16\n\x0eschema_version\x18\x02 \x01(\r\"f\n\x10WatchTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\x12\x15\n\rfrom_sequence\x18\x03 \x01(\x04\x12\x14\n\x0cinclude_text\x18\x04 \x01(\x08\"i\n\x11WatchTapeResponse\x12(\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x17.tokentape.v1.TapeEntry\x12\x19\n\x0c\x63\x61ught_up_to\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0f\n\r_caught_up_to\"\xe3\x08\n\tTapeEntry\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12;\n\x0c\x63\x61ll_started\x18\x02 \x01(\x0b\x32#.tokentape.v1.TapeEntry.CallStartedH\x00\x12?\n\x0etokens_sampled\x18\x03 \x01(\x0b\x32%.tokentape.v1.TapeEntry.TokensSampledH\x00\x12\x41\n\x0f\x63hoice_finished\x18\x04 \x01(\x0b\x32&.tokentape.v1.TapeEntry.ChoiceFinishedH\x00\x12\x39\n\x0b\x63\x61ll_failed\x18\x05 \x01(\x0b\x32\".tokentape.v1.TapeEntry.CallFailedH\x00\x12\x39\n\x0btape_sealed\x18\x06 \x01(\x0b\x32\".tokentape.v1.TapeEntry.TapeSealedH\x00\x1a\xc0\x02\n\x0b\x43\x61llStarted\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x12\n\ncall_index\x18\x02 \x01(\r\x12\x30\n\x06parent\x18\x03 \x01(\x0b\x32\x1b.tokentape.v1.CallReferenceH\x00\x88\x01\x01\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12prompt_token_count\x18\x05 \x01(\r\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0e\n\x06\x61nchor\x18\x07 \x01(\t\x12-\n\x0bsplit_cause\x18\x08 \x01(\x0e\x32\x18.tokentape.v1.SplitCause\x12\x11\n\tlora_name\x18\t \x01(\t\x12\x13\n\x0btext_pieces\x18\n \x03(\tB\t\n\x07_parent\x1a\x80\x02\n\rTokensSampled\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x34\n\x0ctop_logprobs\x18\x05 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x16\n\x0eweight_version\x18\x06 \x01(\t\x12\x1a\n\x12\x62oundary_uncertain\x18\x07 \x01(\x08\x12\x13\n\x0bstale_cache\x18\x08 \x01(\x08\x12\x13\n\x0btext_pieces\x18\t \x03(\tB\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\x1aO\n\x0e\x43hoiceFinished\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.Completion\x1a.\n\nCallFailed\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x1a=\n\nTapeSealed\x12\x12\n\ncall_count\x18\x01 \x01(\r\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x04\x42\x07\n\x05\x65ntry\"d\n\x0eGetTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\x12\x15\n\rfrom_sequence\x18\x03 \x01(\x04\x12\x14\n\x0cinclude_text\x18\x04 \x01(\x08\"\xa4\x01\n\x0fGetTapeResponse\x12\x16\n\x0eschema_version\x18\x01 \x01(\r\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.tokentape.v1.TapeEntry\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\x14\n\x0c\x65nd_sequence\x18\x04 \x01(\x04\x12\x0e\n\x06sealed\x18\x05 \x01(\x08\x12\x12\n\nsize_bytes\x18\x06 \x01(\x04\"f\n\x10\x46indCallsRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61nchors\x18\x02 \x03(\t\x12\x17\n\x0f\x65xact_token_ids\x18\x03 \x03(\r\x12\x17\n\x0finclude_prompts\x18\x04 \x01(\x08\"\x80\x03\n\x11\x46indCallsResponse\x12\x38\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32).tokentape.v1.FindCallsResponse.FoundCall\x12\x16\n\x0ekeep_reasoning\x18\x02 \x01(\x08\x1a\xb4\x01\n\tFoundCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0e\n\x06\x61nchor\x18\x02 \x01(\t\x12\x1b\n\x13\x63ontext_fingerprint\x18\x05 \x01(\t\x12\x11\n\tlora_name\x18\x06 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12<\n\x07\x63hoices\x18\x04 \x03(\x0b\x32+.tokentape.v1.FindCallsResponse.FoundChoice\x1a\x62\n\x0b\x46oundChoice\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x31\n\ncompletion\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.CompletionH\x00\x88\x01\x01\x42\r\n\x0b_completion\"8\n\x0fSealTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\"Y\n\x10SealTapeResponse\x12\x14\n\x0c\x65nd_sequence\x18\x01 \x01(\x04\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x04\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\":\n\x11\x44\x65leteTapeRequest\x12\x0f\n\x07tape_id\x18\x01 \x01(\t\x12\x14\n\x0creader_token\x18\x02 \x01(\t\"\x14\n\x12\x44\x65leteTapeResponse2\xda\x03\n\x0bTapeService\x12I\n\x08OpenTape\x12\x1d.tokentape.v1.OpenTapeRequest\x1a\x1e.tokentape.v1.OpenTapeResponse\x12N\n\tWatchTape\x12\x1e.tokentape.v1.WatchTapeRequest\x1a\x1f.tokentape.v1.WatchTapeResponse0\x01\x12\x46\n\x07GetTape\x12\x1c.tokentape.v1.GetTapeRequest\x1a\x1d.tokentape.v1.GetTapeResponse\x12L\n\tFindCalls\x12\x1e.tokentape.v1.FindCallsRequest\x1a\x1f.tokentape.v1.FindCallsResponse\x12I\n\x08SealTape\x12\x1d.tokentape.v1.SealTapeRequest\x1a\x1e.tokentape.v1.SealTapeResponse\x12O\n\nDeleteTape\x12\x1f.tokentape.v1.DeleteTapeRequest\x1a .tokentape.v1.DeleteTapeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,45 +36,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENTAPEREQUEST']._serialized_start=100
   _globals['_OPENTAPEREQUEST']._serialized_end=301
   _globals['_TAPELIMITS']._serialized_start=304
-  _globals['_TAPELIMITS']._serialized_end=515
-  _globals['_OPENTAPERESPONSE']._serialized_start=517
-  _globals['_OPENTAPERESPONSE']._serialized_end=581
-  _globals['_WATCHTAPEREQUEST']._serialized_start=583
-  _globals['_WATCHTAPEREQUEST']._serialized_end=663
-  _globals['_WATCHTAPERESPONSE']._serialized_start=665
-  _globals['_WATCHTAPERESPONSE']._serialized_end=770
-  _globals['_TAPEENTRY']._serialized_start=773
-  _globals['_TAPEENTRY']._serialized_end=1854
-  _globals['_TAPEENTRY_CALLSTARTED']._serialized_start=1116
-  _globals['_TAPEENTRY_CALLSTARTED']._serialized_end=1415
-  _globals['_TAPEENTRY_TOKENSSAMPLED']._serialized_start=1418
-  _globals['_TAPEENTRY_TOKENSSAMPLED']._serialized_end=1653
-  _globals['_TAPEENTRY_CHOICEFINISHED']._serialized_start=1655
-  _globals['_TAPEENTRY_CHOICEFINISHED']._serialized_end=1734
-  _globals['_TAPEENTRY_CALLFAILED']._serialized_start=1736
-  _globals['_TAPEENTRY_CALLFAILED']._serialized_end=1782
-  _globals['_TAPEENTRY_TAPESEALED']._serialized_start=1784
-  _globals['_TAPEENTRY_TAPESEALED']._serialized_end=1845
-  _globals['_GETTAPEREQUEST']._serialized_start=1856
-  _globals['_GETTAPEREQUEST']._serialized_end=1934
-  _globals['_GETTAPERESPONSE']._serialized_start=1937
-  _globals['_GETTAPERESPONSE']._serialized_end=2101
-  _globals['_FINDCALLSREQUEST']._serialized_start=2103
-  _globals['_FINDCALLSREQUEST']._serialized_end=2205
-  _globals['_FINDCALLSRESPONSE']._serialized_start=2208
-  _globals['_FINDCALLSRESPONSE']._serialized_end=2592
-  _globals['_FINDCALLSRESPONSE_FOUNDCALL']._serialized_start=2312
-  _globals['_FINDCALLSRESPONSE_FOUNDCALL']._serialized_end=2492
-  _globals['_FINDCALLSRESPONSE_FOUNDCHOICE']._serialized_start=2494
-  _globals['_FINDCALLSRESPONSE_FOUNDCHOICE']._serialized_end=2592
-  _globals['_SEALTAPEREQUEST']._serialized_start=2594
-  _globals['_SEALTAPEREQUEST']._serialized_end=2650
-  _globals['_SEALTAPERESPONSE']._serialized_start=2652
-  _globals['_SEALTAPERESPONSE']._serialized_end=2741
-  _globals['_DELETETAPEREQUEST']._serialized_start=2743
-  _globals['_DELETETAPEREQUEST']._serialized_end=2801
-  _globals['_DELETETAPERESPONSE']._serialized_start=2803
-  _globals['_DELETETAPERESPONSE']._serialized_end=2823
-  _globals['_TAPESERVICE']._serialized_start=2826
-  _globals['_TAPESERVICE']._serialized_end=3300
+  _globals['_TAPELIMITS']._serialized_end=571
+  _globals['_OPENTAPERESPONSE']._serialized_start=573
+  _globals['_OPENTAPERESPONSE']._serialized_end=637
+  _globals['_WATCHTAPEREQUEST']._serialized_start=639
+  _globals['_WATCHTAPEREQUEST']._serialized_end=741
+  _globals['_WATCHTAPERESPONSE']._serialized_start=743
+  _globals['_WATCHTAPERESPONSE']._serialized_end=848
+  _globals['_TAPEENTRY']._serialized_start=851
+  _globals['_TAPEENTRY']._serialized_end=1974
+  _globals['_TAPEENTRY_CALLSTARTED']._serialized_start=1194
+  _globals['_TAPEENTRY_CALLSTARTED']._serialized_end=1514
+  _globals['_TAPEENTRY_TOKENSSAMPLED']._serialized_start=1517
+  _globals['_TAPEENTRY_TOKENSSAMPLED']._serialized_end=1773
+  _globals['_TAPEENTRY_CHOICEFINISHED']._serialized_start=1775
+  _globals['_TAPEENTRY_CHOICEFINISHED']._serialized_end=1854
+  _globals['_TAPEENTRY_CALLFAILED']._serialized_start=1856
+  _globals['_TAPEENTRY_CALLFAILED']._serialized_end=1902
+  _globals['_TAPEENTRY_TAPESEALED']._serialized_start=1904
+  _globals['_TAPEENTRY_TAPESEALED']._serialized_end=1965
+  _globals['_GETTAPEREQUEST']._serialized_start=1976
+  _globals['_GETTAPEREQUEST']._serialized_end=2076
+  _globals['_GETTAPERESPONSE']._serialized_start=2079
+  _globals['_GETTAPERESPONSE']._serialized_end=2243
+  _globals['_FINDCALLSREQUEST']._serialized_start=2245
+  _globals['_FINDCALLSREQUEST']._serialized_end=2347
+  _globals['_FINDCALLSRESPONSE']._serialized_start=2350
+  _globals['_FINDCALLSRESPONSE']._serialized_end=2734
+  _globals['_FINDCALLSRESPONSE_FOUNDCALL']._serialized_start=2454
+  _globals['_FINDCALLSRESPONSE_FOUNDCALL']._serialized_end=2634
+  _globals['_FINDCALLSRESPONSE_FOUNDCHOICE']._serialized_start=2636
+  _globals['_FINDCALLSRESPONSE_FOUNDCHOICE']._serialized_end=2734
+  _globals['_SEALTAPEREQUEST']._serialized_start=2736
+  _globals['_SEALTAPEREQUEST']._serialized_end=2792
+  _globals['_SEALTAPERESPONSE']._serialized_start=2794
+  _globals['_SEALTAPERESPONSE']._serialized_end=2883
+  _globals['_DELETETAPEREQUEST']._serialized_start=2885
+  _globals['_DELETETAPEREQUEST']._serialized_end=2943
+  _globals['_DELETETAPERESPONSE']._serialized_start=2945
+  _globals['_DELETETAPERESPONSE']._serialized_end=2965
+  _globals['_TAPESERVICE']._serialized_start=2968
+  _globals['_TAPESERVICE']._serialized_end=3442
 # @@protoc_insertion_point(module_scope)

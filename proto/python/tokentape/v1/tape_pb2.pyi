@@ -76,6 +76,7 @@ class TapeLimits(_message.Message):
     MAX_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_CALLS_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
+    MAX_WEIGHT_CHANGES_FIELD_NUMBER: _builtins.int
     max_context_tokens: _builtins.int
     """Most tokens of prompt and completion together in each call. max_tokens is clamped to it; a prompt that leaves no
     room is refused with OUT_OF_RANGE.
@@ -84,6 +85,10 @@ class TapeLimits(_message.Message):
     """Most tokens sampled on the whole tape. Calls are clamped to what is left; with nothing left they are refused."""
     max_calls: _builtins.int
     """Most calls on the tape."""
+    max_weight_changes: _builtins.int
+    """How many changes of the weights a call may live through, counted from its first sampled token; 0: none. A call that
+    meets one more fails with ABORTED; what it has sampled stands. Absent: any number.
+    """
     @_builtins.property
     def time_to_live(self) -> _duration_pb2.Duration:
         """How long after its last call or read the tape is kept. Absent: the sidecar's default."""
@@ -95,10 +100,11 @@ class TapeLimits(_message.Message):
         max_sampled_tokens: _builtins.int | None = ...,
         max_calls: _builtins.int | None = ...,
         time_to_live: _duration_pb2.Duration | None = ...,
+        max_weight_changes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_context_tokens", b"_max_context_tokens", "_max_sampled_tokens", b"_max_sampled_tokens", "max_calls", b"max_calls", "max_context_tokens", b"max_context_tokens", "max_sampled_tokens", b"max_sampled_tokens", "time_to_live", b"time_to_live"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_context_tokens", b"_max_context_tokens", "_max_sampled_tokens", b"_max_sampled_tokens", "_max_weight_changes", b"_max_weight_changes", "max_calls", b"max_calls", "max_context_tokens", b"max_context_tokens", "max_sampled_tokens", b"max_sampled_tokens", "max_weight_changes", b"max_weight_changes", "time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_context_tokens", b"_max_context_tokens", "_max_sampled_tokens", b"_max_sampled_tokens", "max_calls", b"max_calls", "max_context_tokens", b"max_context_tokens", "max_sampled_tokens", b"max_sampled_tokens", "time_to_live", b"time_to_live"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_context_tokens", b"_max_context_tokens", "_max_sampled_tokens", b"_max_sampled_tokens", "_max_weight_changes", b"_max_weight_changes", "max_calls", b"max_calls", "max_context_tokens", b"max_context_tokens", "max_sampled_tokens", b"max_sampled_tokens", "max_weight_changes", b"max_weight_changes", "time_to_live", b"time_to_live"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_calls: _TypeAlias = _typing.Literal["max_calls"]  # noqa: Y015
     _WhichOneofArgType__max_calls: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls"]  # noqa: Y015
@@ -106,12 +112,16 @@ class TapeLimits(_message.Message):
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_sampled_tokens: _TypeAlias = _typing.Literal["max_sampled_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_sampled_tokens: _TypeAlias = _typing.Literal["_max_sampled_tokens", b"_max_sampled_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_weight_changes: _TypeAlias = _typing.Literal["max_weight_changes"]  # noqa: Y015
+    _WhichOneofArgType__max_weight_changes: _TypeAlias = _typing.Literal["_max_weight_changes", b"_max_weight_changes"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_calls) -> _WhichOneofReturnType__max_calls | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_context_tokens) -> _WhichOneofReturnType__max_context_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_sampled_tokens) -> _WhichOneofReturnType__max_sampled_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_weight_changes) -> _WhichOneofReturnType__max_weight_changes | None: ...
 
 Global___TapeLimits: _TypeAlias = TapeLimits  # noqa: Y015
 
@@ -150,22 +160,28 @@ class WatchTapeRequest(_message.Message):
     TAPE_ID_FIELD_NUMBER: _builtins.int
     READER_TOKEN_FIELD_NUMBER: _builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    INCLUDE_TEXT_FIELD_NUMBER: _builtins.int
     tape_id: _builtins.str
     """The tape."""
     reader_token: _builtins.str
     """The tape's reader token."""
     from_sequence: _builtins.int
     """The first position wanted. Default 0, the tape's beginning."""
+    include_text: _builtins.bool
+    """Whether entries carry the text of their tokens too, for people; see text_pieces. FAILED_PRECONDITION: the model's
+    tokenizer is not one that the sidecar can read.
+    """
     def __init__(
         self,
         *,
         tape_id: _builtins.str = ...,
         reader_token: _builtins.str = ...,
         from_sequence: _builtins.int = ...,
+        include_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence", "reader_token", b"reader_token", "tape_id", b"tape_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence", "include_text", b"include_text", "reader_token", b"reader_token", "tape_id", b"tape_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,6 +238,7 @@ class TapeEntry(_message.Message):
         ANCHOR_FIELD_NUMBER: _builtins.int
         SPLIT_CAUSE_FIELD_NUMBER: _builtins.int
         LORA_NAME_FIELD_NUMBER: _builtins.int
+        TEXT_PIECES_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
         """Names the call."""
         call_index: _builtins.int
@@ -246,6 +263,12 @@ class TapeEntry(_message.Message):
         def sampling(self) -> _types_pb2.SamplingParameters:
             """The parameters in force, after the tape's policy and limits and the model's defaults."""
 
+        @_builtins.property
+        def text_pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """Where include_text was set: the text of each of prompt_token_ids, decoded on its own. Special tokens are spelled
+            out; a token that is no whole character shows as U+FFFD. For people, never for training.
+            """
+
         def __init__(
             self,
             *,
@@ -258,10 +281,11 @@ class TapeEntry(_message.Message):
             anchor: _builtins.str = ...,
             split_cause: _types_pb2.SplitCause.ValueType = ...,
             lora_name: _builtins.str = ...,
+            text_pieces: _abc.Iterable[_builtins.str] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent", "sampling", b"sampling"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "anchor", b"anchor", "call_id", b"call_id", "call_index", b"call_index", "lora_name", b"lora_name", "parent", b"parent", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "split_cause", b"split_cause"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "anchor", b"anchor", "call_id", b"call_id", "call_index", b"call_index", "lora_name", b"lora_name", "parent", b"parent", "prompt_token_count", b"prompt_token_count", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "split_cause", b"split_cause", "text_pieces", b"text_pieces"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
         _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
@@ -281,6 +305,7 @@ class TapeEntry(_message.Message):
         WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
         BOUNDARY_UNCERTAIN_FIELD_NUMBER: _builtins.int
         STALE_CACHE_FIELD_NUMBER: _builtins.int
+        TEXT_PIECES_FIELD_NUMBER: _builtins.int
         call_id: _builtins.str
         """The call."""
         choice: _builtins.int
@@ -307,6 +332,10 @@ class TapeEntry(_message.Message):
         def top_logprobs(self) -> _types_pb2.TopLogprobs:
             """The most probable tokens at each position. Absent unless top_logprobs was above 0."""
 
+        @_builtins.property
+        def text_pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """Where include_text was set: the text of each token, as in CallStarted."""
+
         def __init__(
             self,
             *,
@@ -318,10 +347,11 @@ class TapeEntry(_message.Message):
             weight_version: _builtins.str = ...,
             boundary_uncertain: _builtins.bool = ...,
             stale_cache: _builtins.bool = ...,
+            text_pieces: _abc.Iterable[_builtins.str] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "boundary_uncertain", b"boundary_uncertain", "call_id", b"call_id", "choice", b"choice", "logprobs", b"logprobs", "stale_cache", b"stale_cache", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "weight_version", b"weight_version"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "boundary_uncertain", b"boundary_uncertain", "call_id", b"call_id", "choice", b"choice", "logprobs", b"logprobs", "stale_cache", b"stale_cache", "text_pieces", b"text_pieces", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "weight_version", b"weight_version"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
         _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
@@ -458,22 +488,26 @@ class GetTapeRequest(_message.Message):
     TAPE_ID_FIELD_NUMBER: _builtins.int
     READER_TOKEN_FIELD_NUMBER: _builtins.int
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
+    INCLUDE_TEXT_FIELD_NUMBER: _builtins.int
     tape_id: _builtins.str
     """The tape."""
     reader_token: _builtins.str
     """The tape's reader token."""
     from_sequence: _builtins.int
     """The first position wanted: 0, or the last page's next_sequence."""
+    include_text: _builtins.bool
+    """As in WatchTapeRequest."""
     def __init__(
         self,
         *,
         tape_id: _builtins.str = ...,
         reader_token: _builtins.str = ...,
         from_sequence: _builtins.int = ...,
+        include_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence", "reader_token", b"reader_token", "tape_id", b"tape_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence", b"from_sequence", "include_text", b"include_text", "reader_token", b"reader_token", "tape_id", b"tape_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -97,6 +97,7 @@ class TapeServiceServicer:
         """WatchTape streams a tape's entries from a sequence number on: in order, each position once, none missing, those
         already recorded first, then new ones as they come. Any number of watchers may read one tape. The stream ends
         after the seal. OUT_OF_RANGE: from_sequence is beyond the end of the tape.
+        RESOURCE_EXHAUSTED: the tape has as many watchers as it may.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

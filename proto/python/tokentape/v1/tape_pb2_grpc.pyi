@@ -49,6 +49,7 @@ class TapeServiceStub:
     """WatchTape streams a tape's entries from a sequence number on: in order, each position once, none missing, those
     already recorded first, then new ones as they come. Any number of watchers may read one tape. The stream ends
     after the seal. OUT_OF_RANGE: from_sequence is beyond the end of the tape.
+    RESOURCE_EXHAUSTED: the tape has as many watchers as it may.
     """
     GetTape: _grpc.UnaryUnaryMultiCallable[_tape_pb2.GetTapeRequest, _tape_pb2.GetTapeResponse]
     """GetTape returns the entries recorded so far, a page at a time."""
@@ -84,6 +85,7 @@ class TapeServiceAsyncStub(TapeServiceStub):
     """WatchTape streams a tape's entries from a sequence number on: in order, each position once, none missing, those
     already recorded first, then new ones as they come. Any number of watchers may read one tape. The stream ends
     after the seal. OUT_OF_RANGE: from_sequence is beyond the end of the tape.
+    RESOURCE_EXHAUSTED: the tape has as many watchers as it may.
     """
     GetTape: _aio.UnaryUnaryMultiCallable[_tape_pb2.GetTapeRequest, _tape_pb2.GetTapeResponse]  # type: ignore[assignment]
     """GetTape returns the entries recorded so far, a page at a time."""
@@ -128,6 +130,7 @@ class TapeServiceServicer(metaclass=_abc_1.ABCMeta):
         """WatchTape streams a tape's entries from a sequence number on: in order, each position once, none missing, those
         already recorded first, then new ones as they come. Any number of watchers may read one tape. The stream ends
         after the seal. OUT_OF_RANGE: from_sequence is beyond the end of the tape.
+        RESOURCE_EXHAUSTED: the tape has as many watchers as it may.
         """
 
     @_abc_1.abstractmethod
