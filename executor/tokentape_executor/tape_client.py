@@ -8,9 +8,10 @@ the connection was lost. `seal`, which may be repeated, is as patient.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -33,7 +34,7 @@ _ID_BYTES = 16
 class OpenedTape:
     """A tape and the secret that reading it takes."""
 
-    tape_id: str
+    tape_id: str = field(repr=False)
     """Lets its holder append: it travels with the agent's requests."""
     reader_token: str = field(repr=False)
     """Lets its holder read, seal and delete: it stays here."""
@@ -47,6 +48,8 @@ class TapeOptions:
     """Most tokens sampled on the whole tape: calls are clamped to what is left, and then refused."""
     max_calls: int | None = None
     """Most calls on the tape."""
+    max_weight_changes: int | None = None
+    """Most changes of the weights that a call may live through after its first token; 0: none."""
     policy_seed: int | None = None
     """Makes each call's seed, together with the tape's id and the call's index; `None`: calls keep their own."""
     keep_reasoning: bool = False
@@ -93,6 +96,7 @@ class TapeClient:
                 max_context_tokens=max_context_tokens,
                 max_sampled_tokens=options.max_sampled_tokens,
                 max_calls=options.max_calls,
+                max_weight_changes=options.max_weight_changes,
                 time_to_live=self._time_to_live,
             ),
             sampling_policy=sampling_policy,
@@ -110,29 +114,12 @@ class TapeClient:
 
         Raises `RolloutError` by the table in `errors.py`; `TapeLost` also where the sidecar came back without the tape.
         """
-        sequence = from_sequence
-        lost_since: float | None = None
-        while True:
-            request = tape_pb2.WatchTapeRequest(
-                tape_id=tape.tape_id, reader_token=tape.reader_token, from_sequence=sequence
-            )
-            call = self._stub.WatchTape(request)
-            try:
-                async for response in call:
-                    lost_since = None
-                    for entry in response.entries:
-                        yield entry
-                        sequence = entry.sequence + positions(entry)
-            except grpc.aio.AioRpcError as error:
-                lost_since = lost_since or time.monotonic()
-                if not _may_come_back(error, lost_since, PATIENCE_SECONDS):
-                    raise from_rpc_error("watching a tape", error) from error
-            else:
-                return
-            finally:
-                # Otherwise the sidecar's side of the stream would live on.
-                call.cancel()
-            await asyncio.sleep(_RETRY_SECONDS)
+        request = tape_pb2.WatchTapeRequest(
+            tape_id=tape.tape_id, reader_token=tape.reader_token, from_sequence=from_sequence
+        )
+        async with contextlib.aclosing(follow(self._stub, request)) as entries:
+            async for entry in entries:
+                yield entry
 
     async def seal(self, tape: OpenedTape, *, patience_seconds: float | None = None) -> None:
         """End the tape: its running calls are aborted, later ones refused.
@@ -165,6 +152,42 @@ class TapeClient:
             raise from_rpc_error("sampling", error) from error
         finally:
             call.cancel()
+
+
+async def follow(
+    stub: tape_pb2_grpc.TapeServiceAsyncStub,
+    request: tape_pb2.WatchTapeRequest,
+    *,
+    patience_seconds: float = PATIENCE_SECONDS,
+    on_lost: Callable[[], object] = lambda: None,
+) -> AsyncGenerator[tape_pb2.TapeEntry]:
+    """Yield the entries that `request` asks for until the tape is sealed, over as many connections as it takes.
+
+    `on_lost` is called whenever there is no connection, before the next try. Close the generator when leaving early.
+    Raises as `TapeClient.watch` does.
+    """
+    wanted = tape_pb2.WatchTapeRequest()
+    wanted.CopyFrom(request)
+    lost_since: float | None = None
+    while True:
+        call = stub.WatchTape(wanted)
+        try:
+            async for response in call:
+                lost_since = None
+                for entry in response.entries:
+                    yield entry
+                    wanted.from_sequence = entry.sequence + positions(entry)
+        except grpc.aio.AioRpcError as error:
+            lost_since = lost_since or time.monotonic()
+            if not _may_come_back(error, lost_since, patience_seconds):
+                raise from_rpc_error("watching a tape", error) from error
+        else:
+            return
+        finally:
+            # Otherwise the sidecar's side of the stream would live on.
+            call.cancel()
+        on_lost()
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
 def _may_come_back(error: grpc.aio.AioRpcError, lost_since: float, patience_seconds: float) -> bool:

@@ -1,7 +1,6 @@
-"""Rollouts for people: the prompt dim, every sampled token in a colour that says how probable it was.
+"""Rollouts for people: the prompt dim, every sampled token in a colour that says how probable it was (see `shades`).
 
-The colours go from dark and calm (the model was sure) to glowing (it was surprised), so that lightness alone tells
-them apart, on any background and to any eye. Where there are no colours, bars separate the sampled tokens.
+Where there are no colours, bars separate the sampled tokens.
 """
 
 from __future__ import annotations
@@ -15,41 +14,21 @@ from rich.table import Table
 from rich.text import Text
 
 from tokentape_executor.demo.transcript import Span, Transcript
-
-_SHADES = (
-    (0.9, "bold #ffffff on #3b1c75"),
-    (0.5, "bold #ffffff on #8c2981"),
-    (0.1, "bold #ffffff on #c83e66"),
-    (0.01, "bold #1c1008 on #f98e5e"),
-    (0.0, "bold #1c1008 on #fcecae"),
-)
-"""From which probability on a sampled token has which style, most probable first."""
-
-_VISIBLE = {code: 0x2400 + code for code in range(0x20) if code not in b"\n\t"} | {0x7F: 0x2421}
-"""Control characters to their pictures: a model may sample what would drive the terminal."""
+from tokentape_executor.shades import probability_legend, shade, visible
 
 _SURPRISES = 3
-
-
-def shade(log_prob: float) -> str:
-    """Return the style of a token that was sampled with the natural log-probability `log_prob`."""
-    probability = math.exp(log_prob)
-    return next(style for least, style in _SHADES if probability >= least)
 
 
 def legend(console: Console) -> Text:
     """Return the key to the colours, or to the bars where `console` has no colours."""
     if not console.color_system:
         return Text("prompt: as it was given · sampled: a bar │ after every token")
-    text = Text.assemble(("prompt", "dim"), "   sampled with probability ")
-    for least, style in _SHADES:
-        text.append(f" ≥ {least:g} " if least else f" < {_SHADES[-2][0]:g} ", style)
-    return text
+    return Text.assemble(("prompt", "dim"), "   ", probability_legend())
 
 
 def span_text(transcript: Transcript, span: Span, *, colours: bool) -> Text:
     """Return the text of `span`."""
-    pieces = [piece.translate(_VISIBLE) for piece in transcript.pieces[span.start : span.end]]
+    pieces = [visible(piece) for piece in transcript.pieces[span.start : span.end]]
     if not span.sampled:
         return Text("".join(pieces).rstrip("\n"), "dim")
     text = Text()

@@ -33,3 +33,8 @@ def bridge() -> NoReturn:
 def rollout() -> NoReturn:
     """Run `tokentape-rollout`."""
     _run("tokentape_executor.cli.main", "executor")
+
+
+def watch() -> NoReturn:
+    """Run `tokentape-watch`."""
+    _run("tokentape_executor.watch.main", "executor")

@@ -1,0 +1,1 @@
+"""The command `tokentape-watch`: a tape in a terminal, while it is recorded or after."""
