@@ -7,9 +7,14 @@ handed the account: it is a context variable, so every task that works for the r
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Self
+
+import grpc
+import grpc.aio
 
 from tokentape.v1 import types_pb2
 from tokentape.v1.generation_pb2 import GenerateRequest, GenerateResponse
@@ -41,7 +46,10 @@ def opened() -> Generator[Account]:
 
 
 class CallMeter:
-    """Counts one call's tokens as they come: in the metrics, and in the account of the request it is for, if any."""
+    """Counts one call, and its tokens as they come. It is a context manager around the call.
+
+    They are in the metrics, and in the account of the request that the call is for, if any.
+    """
 
     def __init__(self, sidecar: str, model: str, request: GenerateRequest) -> None:
         """`sidecar` and `model` are the names of who serves the call."""
@@ -50,6 +58,25 @@ class CallMeter:
         self._account.sidecar = sidecar
         self._prompt_tokens = metrics.PROMPT_TOKENS.labels(model)
         self._generation_tokens = metrics.GENERATION_TOKENS.labels(model)
+        self._first_token = metrics.FIRST_TOKEN.labels(model)
+        self._began = time.perf_counter()
+        self._sidecar = sidecar
+        self._open_choices = request.sampling.n or 1
+        self._is_first = True
+
+    def __enter__(self) -> Self:
+        metrics.CALLS_RUNNING.labels(self._sidecar).inc()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        metrics.CALLS_RUNNING.labels(self._sidecar).dec()
+        metrics.CALLS.labels(self._sidecar, self._code(error).name).inc()
+
+    def _code(self, error: BaseException | None) -> grpc.StatusCode:
+        if isinstance(error, grpc.aio.AioRpcError):
+            return error.code()
+        # Whoever reads leaves when all is there, or before.
+        return grpc.StatusCode.CANCELLED if error is not None and self._open_choices > 0 else grpc.StatusCode.OK
 
     def count(self, event: GenerateResponse) -> None:
         """Take one event of the call."""
@@ -57,6 +84,11 @@ class CallMeter:
             tokens = len(event.delta.token_ids)
             self._account.completion_tokens += tokens
             self._generation_tokens.inc(tokens)
+            if self._is_first:
+                self._is_first = False
+                self._first_token.observe(time.perf_counter() - self._began)
+        elif event.HasField("finished"):
+            self._open_choices -= 1
         elif event.HasField("started"):
             self._account.prompt_tokens += event.started.prompt_token_count
             self._prompt_tokens.inc(event.started.prompt_token_count)

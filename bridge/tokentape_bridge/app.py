@@ -1,7 +1,8 @@
 """The ASGI app: routes, errors, the connections to the sidecars for as long as it runs, and what stands before them.
 
-A request passes, from the outside in: its id, its line in the log and the metrics (`request_log`), the key (`api_key`),
-the limit on its body (`body_limit`), then FastAPI; around them all, errors of the Messages API get its shape. All of
+A request passes, from the outside in: its id, its span, its line in the log and the metrics (`request_log`), its time
+(`deadline`), the key (`api_key`), the limit on its body (`body_limit`), then FastAPI; around them all, errors of the
+Messages API get its shape. All of
 these are plain ASGI: they hand on the connection itself, so that whoever works for a client learns when it leaves.
 """
 
@@ -22,6 +23,7 @@ from tokentape_bridge.anthropic_api.errors import MESSAGE_ERROR_RESPONSES, Messa
 from tokentape_bridge.anthropic_api.routes import message_router
 from tokentape_bridge.api_key import ApiKeyGate
 from tokentape_bridge.body_limit import BodyLimit
+from tokentape_bridge.deadline import Deadlines
 from tokentape_bridge.errors import ERROR_RESPONSES, install_error_handlers
 from tokentape_bridge.request_log import RequestLog
 from tokentape_bridge.routes import TAPE_PREFIX, declare_tape_of_path, router
@@ -38,14 +40,15 @@ def create_app(settings: Settings, keys: SecretFile | None) -> ASGIApp:
     app: ASGIApp = BodyLimit(_create_api(settings), settings.http.max_request_bytes)
     if keys is not None:
         app = ApiKeyGate(app, keys)
+    app = Deadlines(app, settings.http.request_timeout_seconds)
     return MessageErrors(RequestLog(app))
 
 
 def _create_api(settings: Settings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[dict[str, SidecarPool]]:
-        table = SidecarTable(settings.sidecars, settings.sidecar_file)
-        async with open_pool(table, settings.chat) as pool:
+        table = SidecarTable(settings.sidecars, settings.sidecar_file, settings.access)
+        async with open_pool(table, settings.chat, settings.access) as pool:
             yield {"pool": pool}
 
     api = FastAPI(title="tokentape bridge", version=version("tokentape"), lifespan=lifespan, redoc_url=None)

@@ -11,10 +11,11 @@ from tokentape_bridge.chat import Chat, prepare
 from tokentape_bridge.chat_chunks import ChatChunks
 from tokentape_bridge.choice_stream import LONG_DELTA, ChoiceDelta, read_deltas
 from tokentape_bridge.completion import read_started
+from tokentape_bridge.frame_stream import FrameStream
 from tokentape_bridge.responses import Json, extension
 from tokentape_bridge.schemas import ChatCompletionRequest
 from tokentape_bridge.sidecar_pool import SidecarPool
-from tokentape_bridge.sse import DONE, data_frame, error_frame
+from tokentape_bridge.sse import DONE, data_frame
 from tokentape_bridge.text_responses import text_options
 
 
@@ -52,33 +53,14 @@ async def running(pool: SidecarPool, request: ChatCompletionRequest, tape_id: st
             yield RunningChat(chat, started.call_id, started.prompt_token_count, told, deltas)
 
 
-class ChatStream:
-    """The answer to one chat, as frames of server-sent events."""
+class ChatStream(FrameStream[ChatCompletionRequest]):
+    """The answer to one chat. Until it begins it raises what `running` does."""
 
-    def __init__(self, pool: SidecarPool, request: ChatCompletionRequest, tape_id: str) -> None:
-        """Nothing is done yet."""
-        self._pool = pool
-        self._request = request
-        self._tape_id = tape_id
-        self._frames = self._run()
-        self.extension: Json = {}
-        """What the answer says of its place on the tape, once it has begun."""
-
-    async def begin(self) -> AsyncGenerator[bytes]:
-        """Return the frames once the engine has accepted the call. What `running` raises until then has a status."""
-        await anext(self._frames)
-        return self._frames
-
-    async def _run(self) -> AsyncGenerator[bytes]:
+    @asynccontextmanager
+    async def _accepted(self) -> AsyncGenerator[AsyncGenerator[bytes]]:
         async with running(self._pool, self._request, self._tape_id) as chat:
             self.extension = chat.extension
-            yield b""
-            try:
-                async with aclosing(_frames(self._request, chat)) as frames:
-                    async for frame in frames:
-                        yield frame
-            except Exception as error:  # noqa: BLE001 - the status is sent: whatever it is, the client must learn of it
-                yield error_frame(error)
+            yield _frames(self._request, chat)
 
 
 async def _frames(request: ChatCompletionRequest, running_chat: RunningChat) -> AsyncGenerator[bytes]:

@@ -28,6 +28,7 @@ _logger = logging.getLogger(__name__)
 _BAD_REQUEST = "invalid_request_error"
 _SERVER_ERROR = "server_error"
 _OVERFLOW = "context_length_exceeded"
+_TOO_LATE = "deadline_exceeded"
 _CLIENT_CLOSED_REQUEST = 499
 _HTTP_BAD_REQUEST = 400
 _HTTP_SERVER_ERROR = 500
@@ -57,6 +58,16 @@ class ApiError(Exception):
 def bridge_stopping() -> ApiError:
     """Return the error of a request that still runs when the bridge's grace period is over."""
     return ApiError("the bridge stops", status=503, error_type="service_unavailable", code="bridge_stopping")
+
+
+def not_let_in() -> ApiError:
+    """Return the error of a request whose sidecar asks the bridge for a token that it does not have, or not yet."""
+    return ApiError(
+        "the sidecar does not let the bridge in: its token is not the one in --sidecar-token-file",
+        status=503,
+        error_type="service_unavailable",
+        code="sidecar_unavailable",
+    )
 
 
 class ErrorBody(BaseModel):
@@ -101,11 +112,16 @@ _HTTP_FORMS = {
     grpc.StatusCode.FAILED_PRECONDITION: _HttpForm(400, _BAD_REQUEST, "tape_sealed"),
     # A tape's limits are for good, and a 429 is retried without end.
     grpc.StatusCode.RESOURCE_EXHAUSTED: _HttpForm(400, _BAD_REQUEST, "limit_reached"),
+    # The call's own weights are gone: the client may go on with the new ones, but not by this call.
+    grpc.StatusCode.ABORTED: _HttpForm(400, _BAD_REQUEST, "stale_weights"),
     grpc.StatusCode.UNAVAILABLE: _HttpForm(503, "service_unavailable", "sidecar_unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: _HttpForm(504, "timeout", "sidecar_timeout"),
     grpc.StatusCode.INTERNAL: _HttpForm(500, _SERVER_ERROR, "engine_error"),
 }
 """The one table from gRPC's statuses to HTTP; a status that is not here is unexpected."""
+
+_TOO_LARGE = "larger than max"
+"""What gRPC says, at either end, of a message above the limit; the numbers follow."""
 
 _FIELD = re.compile(r"(?P<path>[a-z_][\w.\[\]]*): ")
 _OPENAI_FIELDS = {
@@ -120,11 +136,16 @@ _OPENAI_FIELDS = {
 
 def from_rpc(error: grpc.aio.AioRpcError) -> ApiError:
     """Return `error`, which a sidecar or the channel to it raised, in its HTTP form."""
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        _logger.error("a sidecar does not let this bridge in: %s", error.details())
+        return not_let_in()
     form = _HTTP_FORMS.get(error.code())
     if form is None:
         _logger.error("unexpected status from a sidecar: %s", error)
         return _unexpected()
     message = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
+        return ApiError(f"the prompt is too large for the sidecar: {message}", status=413, code="request_too_large")
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         message = f"the sidecar is not available: {message}"
     param = None
@@ -149,6 +170,9 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def respond(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:
     """Return `error` as an answer in OpenAI's shape."""
+    if error.code == _TOO_LATE:
+        # Clients try again what has a status from 500 on, and it would take as long.
+        headers = {**(headers or {}), "x-should-retry": "false"}
     return JSONResponse(to_json(error), status_code=error.status, headers=headers)
 
 

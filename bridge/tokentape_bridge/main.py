@@ -10,27 +10,29 @@ import sys
 from collections.abc import Sequence
 
 from tokentape.process import write_ready_file
-from tokentape_bridge.process import CannotServeError, bind, prepare, read_keys
-from tokentape_bridge.settings import Settings, parse_settings
+from tokentape.tracing import TracingUnavailable
+from tokentape_bridge.process import CannotServeError, bind, check, prepare
+from tokentape_bridge.settings import Settings, parse_settings, read_arguments
 
 _logger = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Serve until SIGTERM or SIGINT; return the exit status: 0, or 1 when it cannot serve."""
-    arguments = sys.argv[1:]
+    # Its workers read them again, and the file may have changed by then.
+    arguments = read_arguments(sys.argv[1:])
     settings = parse_settings(arguments)
     prepare(settings)
     # Only workers share their metrics. One of vLLM's, in the environment of a trainer, is not for us.
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     try:
-        read_keys(settings)
+        check(settings)
         listener = bind(settings.listen)
-    except CannotServeError as error:
+        with listener:
+            return asyncio.run(_serve(settings, listener, arguments))
+    except (CannotServeError, TracingUnavailable) as error:
         sys.stderr.write(f"tokentape-bridge: {error}\n")
         return 1
-    with listener:
-        return asyncio.run(_serve(settings, listener, arguments))
 
 
 async def _serve(settings: Settings, listener: socket.socket, arguments: Sequence[str]) -> int:
@@ -40,7 +42,7 @@ async def _serve(settings: Settings, listener: socket.socket, arguments: Sequenc
 
     def announce() -> None:
         address = settings.listen.with_port(listener.getsockname()[1])
-        _logger.info("serving at http://%s", address)
+        _logger.info("serving at %s://%s", "http" if settings.http.tls is None else "https", address)
         if settings.ready_file is not None:
             write_ready_file(settings.ready_file, address)
 

@@ -41,6 +41,26 @@ DURATION = Histogram(
 IN_FLIGHT = Gauge("tokentape:http_requests_in_flight", "HTTP requests being served.", multiprocess_mode="livesum")
 PROMPT_TOKENS = Counter("vllm:prompt_tokens", "Prompt tokens of the calls that sidecars have started.", ["model_name"])
 GENERATION_TOKENS = Counter("vllm:generation_tokens", "Sampled tokens that sidecars have sent.", ["model_name"])
+FIRST_TOKEN = Histogram(
+    "vllm:time_to_first_token_seconds",
+    "From a call to a sidecar to its first token.",
+    ["model_name"],
+    buckets=_SECONDS,
+)
+CALLS = Counter(
+    "tokentape:sidecar_calls",
+    "Calls that sidecars were asked to sample and that have ended, by gRPC status.",
+    ["sidecar", "code"],
+)
+CALLS_RUNNING = Gauge(
+    "tokentape:sidecar_calls_running", "Such calls that have not ended.", ["sidecar"], multiprocess_mode="livesum"
+)
+SIDECAR_SERVES = Gauge(
+    "tokentape:sidecar_serves",
+    "1 while the sidecar serves this bridge, else 0.",
+    ["sidecar"],
+    multiprocess_mode="livemin",
+)
 TAPE_CALLS = Counter(
     "tokentape:tape_calls",
     "Calls on tapes: whether the prompt kept the very ids of an earlier call, and if not, why.",

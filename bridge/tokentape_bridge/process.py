@@ -7,9 +7,12 @@ import resource
 import socket
 import sys
 
+from tokentape.access import UnusableAccess
+from tokentape.channel import check_access, check_files
 from tokentape.listen import ListenAddress
-from tokentape.process import configure_logging
+from tokentape.logs import configure_logging
 from tokentape.secret_file import SecretFile, UnusableSecretFile
+from tokentape.tls import UnusableCertificate
 from tokentape_bridge.settings import Settings
 
 BACKLOG = 2048
@@ -22,7 +25,7 @@ class CannotServeError(Exception):
 
 def prepare(settings: Settings) -> None:
     """Set up logging, the imports that are to come, and the limit on connections."""
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     # transformers imports torch wherever it is installed: 3 s and 200 MB for a tokenizer that uses none of it.
     # It then advises to install it, at the level of warnings.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -50,6 +53,19 @@ def read_keys(settings: Settings) -> SecretFile | None:
     try:
         return SecretFile(file, "--api-key-file")
     except UnusableSecretFile as error:
+        raise CannotServeError(str(error)) from error
+
+
+def check(settings: Settings) -> None:
+    """Raise `CannotServeError` where a file of keys, tokens or certificates cannot be used, or not as told."""
+    read_keys(settings)
+    try:
+        check_files(settings.access)
+        for address in settings.sidecars.values():
+            check_access(address, settings.access)
+        if settings.http.tls is not None:
+            settings.http.tls.context()
+    except (UnusableAccess, UnusableCertificate) as error:
         raise CannotServeError(str(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""The outermost middleware: every request gets an id, is counted, and leaves one line in the log.
+"""The outermost middleware: every request gets an id and a span, is counted, and leaves one line in the log.
 
 The line has the route, never a body, a query or a tape's id: that is a secret, and only its sidecar's name is told.
 """
@@ -16,13 +16,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tokentape.logs import REQUEST_ID_HEADER, bind
 from tokentape_bridge import account, metrics
 from tokentape_bridge.account import Account
 from tokentape_bridge.errors import bridge_stopping, respond
+from tokentape_bridge.tracing import begin_request, end_request
 
 _logger = logging.getLogger(__name__)
-
-REQUEST_ID_HEADER = "x-request-id"
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"})
@@ -62,6 +62,8 @@ class _Exchange:
         self._status = 0
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         self._id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        bind(request_id=self._id)
+        self._span = None if scope["path"] in _PROBES else begin_request(scope)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -84,6 +86,8 @@ class _Exchange:
         method, handler = _method(self._scope), _handler(self._scope)
         metrics.REQUESTS.labels(method, handler, status).inc()
         metrics.DURATION.labels(method, handler).observe(seconds)
+        if self._span is not None:
+            end_request(self._span, method=method, route=handler, status=status, account=opened)
         _logger.log(
             logging.DEBUG if handler in _PROBES else logging.INFO,
             "%s %s %d %.0f ms%s id=%s",

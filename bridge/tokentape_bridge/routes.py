@@ -7,9 +7,9 @@ serves that tape: its sidecar, and, for what is recorded, the tape itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 
@@ -20,6 +20,7 @@ from tokentape_bridge.dependencies import JSON_BODY, OR_STREAMED, Pool, TapeOfHe
 from tokentape_bridge.disconnect import unless_disconnected
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.fields import log_ignored_fields
+from tokentape_bridge.frame_stream import FrameStream
 from tokentape_bridge.json_bodies import JsonResponse, JsonRoute
 from tokentape_bridge.responses import Json
 from tokentape_bridge.schemas import ChatCompletionRequest, TokenizeRequest, log_ignored
@@ -113,8 +114,7 @@ async def create_chat_completion(
     tape_id = requested_tape_id(body, tape_of_header, tape_of_path)
     if body.stream:
         return await _streamed(request, ChatStream(pool, body, tape_id))
-    answer = await unless_disconnected(request, chat.complete_chat(pool, body, tape_id))
-    return JsonResponse(answer, headers=headers_of(answer["tokentape"]))
+    return await _whole(request, chat.complete_chat(pool, body, tape_id))
 
 
 @router.post("/v1/completions", dependencies=JSON_BODY, responses=OR_STREAMED)
@@ -130,10 +130,14 @@ async def create_completion(
     tape_id = requested_tape_id(body, tape_of_header, tape_of_path)
     if body.stream:
         return await _streamed(request, TextCompletionStream(pool, body, tape_id))
-    answer = await unless_disconnected(request, completions.complete_text(pool, body, tape_id))
-    return JsonResponse(answer, headers=headers_of(answer["tokentape"]))
+    return await _whole(request, completions.complete_text(pool, body, tape_id))
 
 
-async def _streamed(request: Request, stream: ChatStream | TextCompletionStream) -> Response:
+async def _streamed(request: Request, stream: FrameStream[Any]) -> Response:
     frames = await unless_disconnected(request, stream.begin())
     return EventStreamResponse(frames, headers=headers_of(stream.extension))
+
+
+async def _whole(request: Request, answering: Coroutine[Any, Any, Json]) -> Response:
+    answer = await unless_disconnected(request, answering)
+    return JsonResponse(answer, headers=headers_of(answer["tokentape"]))

@@ -14,9 +14,11 @@ from collections.abc import Callable, Generator
 
 import uvicorn
 
+from tokentape.tracing import tracing
 from tokentape_bridge.app import create_app
 from tokentape_bridge.process import BACKLOG, read_keys
 from tokentape_bridge.settings import Settings
+from tokentape_bridge.tls_context import renewing_context
 
 KEEP_ALIVE_SECONDS = 75
 """How long an idle connection stays open. Clients pool theirs for 15 s and more; the server must not close first."""
@@ -30,8 +32,9 @@ async def serve(
 ) -> None:
     """Serve the app on `listener` until a signal, or the end of the file `lifeline` (a descriptor), ends it.
 
-    `announce` is called once it serves. Raises `CannotServeError`.
+    `announce` is called once it serves. Raises `CannotServeError`, and `TracingUnavailable`.
     """
+    tls = settings.http.tls
     config = uvicorn.Config(
         create_app(settings, read_keys(settings)),
         log_config=None,
@@ -41,9 +44,11 @@ async def serve(
         proxy_headers=False,
         backlog=_ACCEPT_AT_ONCE,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_context_factory=None if tls is None else lambda _config, _default: renewing_context(tls),
         timeout_graceful_shutdown=settings.http.grace_seconds,  # pyright: ignore[reportArgumentType] # fractions are fine
     )
-    await _Server(config, announce, lifeline).serve(sockets=[listener])
+    with tracing(settings.otlp_traces_endpoint, "tokentape-bridge"):
+        await _Server(config, announce, lifeline).serve(sockets=[listener])
 
 
 class _Server(uvicorn.Server):

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from tokentape.access import OPEN, Access
 from tokentape.channel import dial
 from tokentape.v1.generation_pb2 import (
     GenerateRequest,
@@ -33,14 +34,17 @@ from tokentape.v1.generation_pb2 import (
 from tokentape.v1.generation_pb2_grpc import GenerationServiceStub
 from tokentape.v1.tape_pb2 import FindCallsRequest, FindCallsResponse
 from tokentape.v1.tape_pb2_grpc import TapeServiceStub
+from tokentape_bridge import metrics
 from tokentape_bridge.account import CallMeter
 from tokentape_bridge.archive import MAX_ARCHIVE_BYTES, ArchiveError, unpack, verify
 from tokentape_bridge.chat_model import ChatModel
-from tokentape_bridge.errors import ApiError
+from tokentape_bridge.deadline import seconds_left, statuses_translated
+from tokentape_bridge.errors import ApiError, not_let_in
 from tokentape_bridge.families import Family, FamilyError
 from tokentape_bridge.parents import FindCalls
 from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
+from tokentape_bridge.tracing import call_span
 
 _logger = logging.getLogger(__name__)
 
@@ -83,8 +87,11 @@ class Served:
 class Sidecar:
     """A sidecar's client. Made on the event loop that uses it; `run` it, and `close` it in the end."""
 
-    def __init__(self, name: str, address: str, settings: ChatSettings) -> None:
-        """`name` is the part of its tape ids before the dot, `address` its gRPC address."""
+    def __init__(self, name: str, address: str, settings: ChatSettings, access: Access = OPEN) -> None:
+        """`name` is the part of its tape ids before the dot, `address` its gRPC address, which `access` suits.
+
+        Raises `UnusableAccess`.
+        """
         self._settings = settings
         self.name = name
         self.address = address
@@ -96,7 +103,9 @@ class Sidecar:
         """What it serves; None while that is not known yet."""
         self._problem = ""
         """Why it cannot be used although it serves; empty: it can, or does not serve."""
-        self._channel = dial(address)
+        self._refuses = False
+        """Whether it serves, but does not let this bridge in."""
+        self._channel = dial(address, access)
         self._generation = GenerationServiceStub(self._channel)
         self._tapes = TapeServiceStub(self._channel)
         # grpc_health's own stub has no types.
@@ -120,7 +129,10 @@ class Sidecar:
                     delay = _RETRY_SECONDS
             except grpc.aio.AioRpcError as error:
                 self._problem = ""
-                _logger.warning("sidecar %s at %s is gone: %s", self.name, self.address, error.details())
+                self._refuses = error.code() is grpc.StatusCode.UNAUTHENTICATED
+                delay = min(2 * delay, _MOST_RETRY_SECONDS) if self._refuses else _RETRY_SECONDS
+                what = "does not let this bridge in" if self._refuses else "is gone"
+                _logger.warning("sidecar %s at %s %s: %s", self.name, self.address, what, error.details())
             except Exception as error:
                 delay = min(2 * delay, _MOST_RETRY_SECONDS)
                 # Its traceback comes once.
@@ -134,7 +146,8 @@ class Sidecar:
         if status == HealthCheckResponse.SERVING:
             self.serves = True
             await self.served()
-            self._problem = ""
+            metrics.SIDECAR_SERVES.labels(self.name).set(1)
+            self._problem, self._refuses = "", False
             _logger.info("sidecar %s at %s serves", self.name, self.address)
         else:
             await self._forget()
@@ -151,6 +164,8 @@ class Sidecar:
         if self.serves and self.served_now is not None:
             own_name = self.served_now.model.sidecar_name
             return None if own_name == self.name else f"is named {own_name!r}, not {self.name!r}: it has no such tapes"
+        if self._refuses:
+            return "does not let this bridge in (--sidecar-token-file)"
         return self._problem or "its tokenizer is being loaded"
 
     async def served(self) -> Served:
@@ -159,6 +174,8 @@ class Sidecar:
         Raises `ApiError` at once while it does not serve or cannot be used, `AioRpcError` while it cannot say.
         """
         async with self._loading:
+            if not self.serves and self._refuses:
+                raise not_let_in()
             if not self.serves:
                 raise _unusable(self._problem) if self._problem else _not_serving(self.name)
             if self.served_now is None:
@@ -185,15 +202,19 @@ class Sidecar:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse]:
         """Yield the events of one call. Closing the iterator, or cancelling, aborts the call at the engine."""
-        call = self._generation.Generate(request)
         model = "" if self.served_now is None else self.served_now.model.name
-        meter = CallMeter(self.name, model, request)
-        try:
-            async for event in call:
-                meter.count(event)
-                yield event
-        finally:
-            call.cancel()
+        with (
+            statuses_translated(),
+            call_span("tokentape.v1.GenerationService/Generate", self.name) as metadata,
+            CallMeter(self.name, model, request) as meter,
+        ):
+            call = self._generation.Generate(request, timeout=seconds_left(), metadata=metadata)
+            try:
+                async for event in call:
+                    meter.count(event)
+                    yield event
+            finally:
+                call.cancel()
 
     @property
     def find_calls(self) -> FindCalls | None:
@@ -201,7 +222,8 @@ class Sidecar:
         return self._find_calls if self._settings.continues else None
 
     async def _find_calls(self, request: FindCallsRequest) -> FindCallsResponse:
-        return await self._tapes.FindCalls(request)
+        with statuses_translated(), call_span("tokentape.v1.TapeService/FindCalls", self.name) as metadata:
+            return await self._tapes.FindCalls(request, timeout=seconds_left(), metadata=metadata)
 
     def _chat_model(self, model: GetModelResponse, tokenizer: Tokenizer) -> ChatModel:
         name = self._settings.renderer
@@ -218,6 +240,7 @@ class Sidecar:
 
     async def _forget(self) -> None:
         self.serves = False
+        metrics.SIDECAR_SERVES.labels(self.name).set(0)
         # The lock lets a load in progress end first, so that it cannot bring back what is forgotten here.
         async with self._loading:
             self.served_now = None

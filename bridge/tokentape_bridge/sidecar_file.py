@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from tokentape.access import OPEN, Access
+from tokentape.channel import check_access
 from tokentape.file_signature import Signature, signature_of
 from tokentape_bridge.settings import SIDECAR_NAME
 
@@ -21,8 +23,12 @@ _logger = logging.getLogger(__name__)
 class SidecarTable:
     """Name of each sidecar → its address: those that are fixed, and those of a file as it is now."""
 
-    def __init__(self, fixed: Mapping[str, str], file: Path | None) -> None:
-        """Take those that are `fixed`, which `file` may not name again; `None`: no file."""
+    def __init__(self, fixed: Mapping[str, str], file: Path | None, access: Access = OPEN) -> None:
+        """Take those that are `fixed`, which `file` may not name again; `None`: no file.
+
+        `access` is shown to all of them; an address for which it will not do cannot be used.
+        """
+        self._access = access
         self._fixed = fixed
         self._file = file
         self._seen: Signature | str | None = ""
@@ -38,7 +44,10 @@ class SidecarTable:
 
     def _read(self, file: Path) -> None:
         try:
-            self._named = _parse(file.read_bytes(), self._fixed)
+            named = _parse(file.read_bytes(), self._fixed)
+            for address in named.values():
+                check_access(address, self._access)
+            self._named = named
         except (OSError, ValueError) as error:
             _logger.error("--sidecar-file %s cannot be used, the sidecars stay as they are: %s", file, error)
         else:

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
 
+from tokentape.access import OPEN, Access
 from tokentape.v1.generation_pb2 import GetModelResponse
+from tokentape_bridge.deadline import within_deadline
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.sidecar import Served, Sidecar
@@ -23,8 +25,9 @@ _DRAIN_INTERVAL_SECONDS = 0.1
 class SidecarPool:
     """The sidecars of this bridge, by name. Use `open_pool`."""
 
-    def __init__(self, table: SidecarTable, settings: ChatSettings, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, table: SidecarTable, settings: ChatSettings, access: Access, tasks: asyncio.TaskGroup) -> None:
         """Connect to the sidecars of `table`, and in `tasks` follow their health, until `close`."""
+        self._access = access
         self._table = table
         self._settings = settings
         self._tasks = tasks
@@ -49,8 +52,9 @@ class SidecarPool:
         """
         sidecar = self._owner(tape_id) if tape_id else self._least_busy(model)
         # Occupied from here on, so that it is not closed meanwhile.
-        with sidecar.occupied():
-            served = await sidecar.served()
+        async with within_deadline():
+            with sidecar.occupied():
+                served = await sidecar.served()
         if not served.has(model):
             raise ApiError(
                 f"model: {str(model)[:100]!a} does not exist here; served: {self._model_names(served)}",
@@ -111,7 +115,7 @@ class SidecarPool:
                 self._retiring.add(retiring := self._tasks.create_task(self._retire(sidecar), name=f"retire {name}"))
                 retiring.add_done_callback(self._retiring.discard)
         for name in table.keys() - self._connected.keys():
-            sidecar = self._connected[name] = Sidecar(name, table[name], self._settings)
+            sidecar = self._connected[name] = Sidecar(name, table[name], self._settings, self._access)
             self._followers[sidecar] = self._tasks.create_task(sidecar.run(), name=f"follow {name}")
         return self._connected
 
@@ -130,13 +134,15 @@ class SidecarPool:
 
 
 @contextlib.asynccontextmanager
-async def open_pool(table: SidecarTable, settings: ChatSettings) -> AsyncGenerator[SidecarPool]:
+async def open_pool(table: SidecarTable, settings: ChatSettings, access: Access = OPEN) -> AsyncGenerator[SidecarPool]:
     """Connect to the sidecars of `table`, follow their health and the table's changes, and close them in the end.
+
+    `access` gets into all of them.
 
     None of them needs to be there yet.
     """
     async with asyncio.TaskGroup() as tasks:
-        pool = SidecarPool(table, settings, tasks)
+        pool = SidecarPool(table, settings, access, tasks)
         try:
             yield pool
         finally:

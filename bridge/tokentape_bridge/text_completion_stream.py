@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 from tokentape.v1.generation_pb2 import GenerateResponse
@@ -12,37 +12,20 @@ from tokentape_bridge.answer_stream import PlainText
 from tokentape_bridge.choice_stream import LONG_DELTA, ChoiceDelta, read_deltas
 from tokentape_bridge.completion import read_started
 from tokentape_bridge.completions import TextJob, prepare, run_all
+from tokentape_bridge.frame_stream import FrameStream
 from tokentape_bridge.merged import merged
-from tokentape_bridge.responses import Json
-from tokentape_bridge.sidecar_pool import SidecarPool
-from tokentape_bridge.sse import DONE, data_frame, error_frame
+from tokentape_bridge.sse import DONE, data_frame
 from tokentape_bridge.text_chunks import TextChunks
 from tokentape_bridge.text_responses import text_options
 from tokentape_bridge.text_schemas import CompletionRequest
 from tokentape_bridge.text_stream import TextStream
 
 
-class TextCompletionStream:
-    """The answer to one request, as frames of server-sent events."""
+class TextCompletionStream(FrameStream[CompletionRequest]):
+    """The answer to one request. Until it begins it raises `ApiError`, also for what the sidecar says."""
 
-    def __init__(self, pool: SidecarPool, request: CompletionRequest, tape_id: str) -> None:
-        """Nothing is done yet."""
-        self._pool = pool
-        self._request = request
-        self._tape_id = tape_id
-        self._frames = self._run()
-        self.extension: Json = {}
-        """What the answer says of its place on the tape, once it has begun."""
-
-    async def begin(self) -> AsyncGenerator[bytes]:
-        """Return the frames once the engine has accepted all calls.
-
-        Raises until then, so that the answer has a status, `ApiError`, also for what the sidecar says.
-        """
-        await anext(self._frames)
-        return self._frames
-
-    async def _run(self) -> AsyncGenerator[bytes]:
+    @asynccontextmanager
+    async def _accepted(self) -> AsyncGenerator[AsyncGenerator[bytes]]:
         job = await prepare(self._pool, self._request, self._tape_id)
         async with AsyncExitStack() as opened:
             opened.enter_context(job.sidecar.occupied())
@@ -57,13 +40,7 @@ class TextCompletionStream:
                 tokenizer=job.served.chat.tokenizer,
             )
             self.extension = chunks.extension
-            yield b""
-            try:
-                async with aclosing(self._answer(job, chunks, events)) as frames:
-                    async for frame in frames:
-                        yield frame
-            except Exception as error:  # noqa: BLE001 - the status is sent: whatever it is, the client must learn of it
-                yield error_frame(error)
+            yield self._answer(job, chunks, events)
 
     async def _answer(
         self, job: TextJob, chunks: TextChunks, events: list[AsyncGenerator[GenerateResponse]]

@@ -18,11 +18,11 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 
 from tokentape_bridge.metrics import DIRECTORY_VARIABLE, forget_worker
+from tokentape_bridge.metrics_directory import MetricsDirectory, metrics_directory
 from tokentape_bridge.settings import HttpSettings
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ async def serve_with_workers(
 
     Each worker reads the command line `arguments` again.
     """
-    with tempfile.TemporaryDirectory(prefix="tokentape-bridge-metrics-") as directory:
+    with metrics_directory() as directory:
         workers = _Workers(settings, listener, arguments, directory)
         with workers.signals_caught():
             return await workers.run(announce)
@@ -47,12 +47,12 @@ async def serve_with_workers(
 
 class _Workers:
     def __init__(
-        self, settings: HttpSettings, listener: socket.socket, arguments: Sequence[str], metrics_directory: str
+        self, settings: HttpSettings, listener: socket.socket, arguments: Sequence[str], directory: MetricsDirectory
     ) -> None:
         self._settings = settings
         self._listener = listener
         self._arguments = arguments
-        self._metrics_directory = metrics_directory
+        self._directory = directory
         self._stopping = asyncio.Event()
         self._running: set[Process] = set()
 
@@ -100,8 +100,8 @@ class _Workers:
             *(sys.executable, "-P", "-m", "tokentape_bridge.worker", str(self._listener.fileno()), *self._arguments),
             stdin=PIPE,
             stdout=PIPE,
-            pass_fds=(self._listener.fileno(),),
-            env={**os.environ, DIRECTORY_VARIABLE: self._metrics_directory},
+            pass_fds=(self._listener.fileno(), self._directory.lock),
+            env={**os.environ, DIRECTORY_VARIABLE: str(self._directory.path)},
         )
         self._running.add(process)
         try:
@@ -113,7 +113,7 @@ class _Workers:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-            forget_worker(process.pid, self._metrics_directory)
+            forget_worker(process.pid, str(self._directory.path))
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():

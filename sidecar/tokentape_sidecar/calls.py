@@ -11,25 +11,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import uuid
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 
-from tokentape_sidecar.engine import Engine, EngineCall, FinishReason, Sampling
-from tokentape_sidecar.errors import (
-    ContextOverflow,
-    EngineStalled,
-    InvalidArgument,
-    LimitReached,
-    NotFound,
-    ShuttingDown,
-)
-from tokentape_sidecar.record import CallRecord, Origin, Parent
+from tokentape_sidecar.call_request import CallRequest, check
+from tokentape_sidecar.engine import Engine, EngineCall, FinishReason
+from tokentape_sidecar.errors import EngineBusy, EngineStalled, ShuttingDown, WeightsBroken
+from tokentape_sidecar.limits import DEFAULT_LIMITS, Limits
+from tokentape_sidecar.record import CallRecord
+from tokentape_sidecar.statistics import CallStatistics
 from tokentape_sidecar.tape import Tape
-from tokentape_sidecar.validation import check_lora, check_sampling, check_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -37,44 +30,36 @@ ABORT_SECONDS = 5.0
 """How long an engine may take to end the calls that are aborted at a shutdown."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallReference:
-    """A place in an earlier call of the tape: `offset` sampled tokens of its `choice` (`None`: all)."""
-
-    call_id: str
-    choice: int = 0
-    offset: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CallRequest:
-    """A call as it was asked for; the fields mean what `tokentape.v1.GenerateRequest` says."""
-
-    prompt_token_ids: Sequence[int]
-    parent: CallReference | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    origin: Origin = field(default_factory=Origin)
-    priority: int = 0
-    lora_name: str = ""
-    cache_salt: str = ""
-
-
 class Calls:
     """All calls of one engine that have not ended."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, limits: Limits = DEFAULT_LIMITS) -> None:
         self._engine = engine
+        self._limits = limits
+        self.statistics = CallStatistics()
         self._running: dict[str, CallRecord] = {}
         self._aborted: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting = True
-        self._silent_seconds: float | None = None
+        self.silent_seconds: float | None = None
+        """In a stall: how long the engine had given nothing when that was noticed."""
+        self._weights_broken = False
         self._emitted_by_ended = 0
+
+    @property
+    def accepting(self) -> bool:
+        """Whether new calls are taken, as far as that is this process's to say: not while it drains."""
+        return self._accepting
 
     @property
     def running_count(self) -> int:
         """Calls that have not ended."""
         return len(self._running)
+
+    @property
+    def sampled_token_count(self) -> int:
+        """Tokens that were sampled for all calls, ended or not."""
+        return self.statistics.sampled_tokens + sum(record.sampled_token_count for record in self._running.values())
 
     @property
     def emitted_count(self) -> int:
@@ -89,25 +74,31 @@ class Calls:
         """
         if not self._accepting:
             raise ShuttingDown("the sidecar is shutting down and takes no more calls")
-        if self._silent_seconds is not None:
-            raise EngineStalled(self._silent_seconds)
+        if self.silent_seconds is not None:
+            raise EngineStalled(self.silent_seconds)
+        if self._weights_broken:
+            raise WeightsBroken
+        if len(self._running) >= self._limits.max_running_calls:
+            raise EngineBusy(f"the sidecar runs as many calls as it may ({self._limits.max_running_calls})")
         if tape is not None:
             tape.check_open()
-        check_lora(request.lora_name, self._engine.model)
-        parent = _resolve_parent(request, tape)
-        check_token_ids("prompt_token_ids", request.prompt_token_ids, self._engine.model.vocabulary_size)
+            tape.check_size(self._limits.max_tape_bytes)
+        parent, sampling = check(request, tape, self._engine.model, self._limits)
         record = CallRecord(
             call_id=f"call-{uuid.uuid4().hex}",
             prompt_suffix=request.prompt_token_ids,
-            sampling=self._sampling_for(request, parent, tape),
+            sampling=sampling,
             parent=parent,
             origin=request.origin,
             call_index=len(tape.calls) if tape else 0,
             lora_name=request.lora_name,
+            max_weight_changes=tape.limits.max_weight_changes if tape else None,
             listener=tape,
         )
         if tape is not None:
             tape.add_call(record)
+        self.statistics.call_started(record, on_tape=tape is not None)
+        logger.debug("call %s starts: %d prompt tokens", record.call_id, record.prompt_token_count)
         await self._submit(record, request)
         return record
 
@@ -141,13 +132,29 @@ class Calls:
     @contextmanager
     def stalled(self, silent_seconds: float) -> Generator[None]:
         """Fail every running call, aborting it at the engine, and take no new one within; all with `EngineStalled`."""
-        self._silent_seconds = silent_seconds
+        self.silent_seconds = silent_seconds
+        self.statistics.stalls += 1
         for record in list(self._running.values()):
             record.fail(EngineStalled(silent_seconds))
         try:
             yield
         finally:
-            self._silent_seconds = None
+            self.silent_seconds = None
+
+    def note_weight_change(self) -> None:
+        """Note that the weights change: calls on tapes that allow no further change fail, with `StaleWeights`."""
+        for record in list(self._running.values()):
+            record.note_weight_change()
+
+    def break_weights(self) -> None:
+        """Fail every running call and take no new one until `mend_weights`; all with `WeightsBroken`."""
+        self._weights_broken = True
+        for record in list(self._running.values()):
+            record.fail(WeightsBroken())
+
+    def mend_weights(self) -> None:
+        """Take calls again."""
+        self._weights_broken = False
 
     async def drain(self, grace_seconds: float) -> None:
         """Refuse new calls, let running ones finish within the grace period, then abort the rest.
@@ -207,6 +214,7 @@ class Calls:
                     priority=request.priority,
                     lora_name=request.lora_name,
                     cache_salt=request.cache_salt,
+                    trace_headers=request.trace_headers,
                 ),
                 record,
             )
@@ -227,80 +235,11 @@ class Calls:
     def _forget(self, record: CallRecord) -> None:
         aborted = record.call_id in self._aborted
         self._running.pop(record.call_id, None)
+        outcome, tokens = self.statistics.call_ended(record), record.sampled_token_count
+        logger.debug("call %s has ended: %s, %d tokens sampled", record.call_id, outcome, tokens)
         self._aborted.discard(record.call_id)
         # The end of an aborted call may be our own doing.
         self._emitted_by_ended += record.sampled_token_count + (not aborted)
         # A record can fail by what the engine gave it while the engine itself goes on.
         if record.error is not None and not aborted:
             self._own(self._engine.abort(record.call_id))
-
-    def _sampling_for(self, request: CallRequest, parent: Parent | None, tape: Tape | None) -> Sampling:
-        model = self._engine.model
-        asked = request.sampling
-        if tape is not None:
-            asked = asked.overlaid(tape.policy.sampling)
-        check_sampling(asked, model)
-        sampling = model.default_sampling.overlaid(asked)
-        sampling = replace(sampling, n=sampling.n or 1)
-        room = _room(request, parent, tape, model.max_context_tokens)
-        if tape is not None:
-            room = min(room, _share_of_tape(tape, sampling.n or 1))
-            if tape.policy.seed is not None:
-                sampling = replace(sampling, seed=_mixed_seed(tape.policy.seed, tape.tape_id, len(tape.calls)))
-        max_tokens = min(room, sampling.max_tokens or room)
-        # Where the room is less than what must be sampled, the call ends at its length; an engine would refuse it.
-        min_tokens = None if sampling.min_tokens is None else min(sampling.min_tokens, max_tokens)
-        return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
-
-
-def _resolve_parent(request: CallRequest, tape: Tape | None) -> Parent | None:
-    reference = request.parent
-    if reference is None:
-        return None
-    if tape is None:
-        raise InvalidArgument("parent", "needs a tape_id: only calls on a tape can be continued")
-    record = tape.call(reference.call_id)
-    if record is None:
-        raise NotFound(f"parent.call_id: no call {reference.call_id!r} on this tape")
-    if record.lora_name != request.lora_name:
-        # Its tokens would be those of one sample, and no single policy has sampled them.
-        raise InvalidArgument(
-            "lora_name", f"the parent was sampled with {record.lora_name!r}, not {request.lora_name!r}"
-        )
-    if reference.choice >= len(record.choices):
-        raise InvalidArgument(
-            "parent.choice", f"the call has {len(record.choices)} choices, not a choice {reference.choice}"
-        )
-    sampled = len(record.choices[reference.choice].token_ids)
-    offset = sampled if reference.offset is None else reference.offset
-    if offset > sampled:
-        raise InvalidArgument("parent.offset", f"the choice has {sampled} sampled tokens, not {offset}")
-    return Parent(record, reference.choice, offset)
-
-
-def _room(request: CallRequest, parent: Parent | None, tape: Tape | None, max_context_tokens: int) -> int:
-    prompt = len(request.prompt_token_ids) + (parent.record.prompt_token_count + parent.offset if parent else 0)
-    if prompt == 0:
-        raise InvalidArgument("prompt_token_ids", "must not be empty")
-    if tape is not None and tape.limits.max_context_tokens is not None:
-        max_context_tokens = min(max_context_tokens, tape.limits.max_context_tokens)
-    if prompt >= max_context_tokens:
-        raise ContextOverflow(prompt, max_context_tokens)
-    return max_context_tokens - prompt
-
-
-def _share_of_tape(tape: Tape, n: int) -> int:
-    left = tape.tokens_left()
-    if left is None:
-        return 2**32 - 1
-    if left < n:
-        raise LimitReached(
-            f"tape_id: the tape has {left} of its {tape.limits.max_sampled_tokens} sampled tokens left "
-            "(max_sampled_tokens)"
-        )
-    return left // n
-
-
-def _mixed_seed(policy_seed: int, tape_id: str, call_index: int) -> int:
-    digest = hashlib.sha256(f"{policy_seed}/{tape_id}/{call_index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

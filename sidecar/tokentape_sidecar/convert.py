@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from tokentape.text_pieces import TextPieces
 from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
 from tokentape_sidecar import tape as tapes
-from tokentape_sidecar.calls import CallReference, CallRequest
+from tokentape_sidecar.call_request import CallReference, CallRequest
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Model, Sampling, StructuredOutput, TopLogprobs
 from tokentape_sidecar.errors import InvalidArgument
 from tokentape_sidecar.record import CallRecord, Completion, Origin, Parent, SplitCause, TokenRun
@@ -121,6 +123,7 @@ def limits_from_proto(message: tape_pb2.TapeLimits) -> TapeLimits:
         time_to_live_seconds=message.time_to_live.seconds + message.time_to_live.nanos / 1e9
         if message.HasField("time_to_live")
         else None,
+        max_weight_changes=message.max_weight_changes if message.HasField("max_weight_changes") else None,
     )
 
 
@@ -179,12 +182,13 @@ def event_to_proto(event: TokenRun | Completion) -> generation_pb2.GenerateRespo
     )
 
 
-def entry_to_proto(entry: tapes.Entry) -> tape_pb2.TapeEntry:
-    """Write an entry of a tape."""
+def entry_to_proto(entry: tapes.Entry, pieces: TextPieces | None = None) -> tape_pb2.TapeEntry:
+    """Write an entry of a tape, with the text of its tokens where `pieces` has it."""
     message = tape_pb2.TapeEntry(sequence=entry.sequence)
     match entry:
         case tapes.CallStarted(record=record):
             message.call_started.CopyFrom(_call_started_to_proto(record))
+            message.call_started.text_pieces.extend(_texts(record.prompt_suffix, pieces))
         case tapes.TokensSampled(record=record, run=run):
             message.tokens_sampled.CopyFrom(
                 tape_pb2.TapeEntry.TokensSampled(
@@ -196,6 +200,7 @@ def entry_to_proto(entry: tapes.Entry) -> tape_pb2.TapeEntry:
                     weight_version=run.weights.version,
                     boundary_uncertain=run.weights.boundary_uncertain,
                     stale_cache=run.weights.stale_cache,
+                    text_pieces=_texts(run.token_ids, pieces),
                 )
             )
         case tapes.ChoiceFinished(record=record, completion=completion):
@@ -208,6 +213,10 @@ def entry_to_proto(entry: tapes.Entry) -> tape_pb2.TapeEntry:
             message.tape_sealed.call_count = entry.call_count
             message.tape_sealed.sampled_token_count = entry.sampled_token_count
     return message
+
+
+def _texts(token_ids: Iterable[int], pieces: TextPieces | None) -> list[str]:
+    return [] if pieces is None else [pieces[token_id] for token_id in token_ids]
 
 
 def _call_started_to_proto(record: CallRecord) -> tape_pb2.TapeEntry.CallStarted:

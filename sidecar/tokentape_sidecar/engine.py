@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from tokentape_sidecar.engine_controls import EngineControls
+
 
 class FinishReason(enum.Enum):
     """Why a choice got no more tokens; the same reasons as `tokentape.v1.FinishReason`."""
@@ -93,6 +95,8 @@ class EngineCall:
     lora_name: str = ""
     """One of the model's `lora_names`; empty: the base model."""
     cache_salt: str = ""
+    trace_headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the engine's own spans, if it makes any, belong below: W3C's headers. Empty: there is no trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,11 @@ class Engine(Protocol):
     @property
     def held(self) -> bool:
         """Whether somebody keeps the engine from sampling just now: by a pause, sleep, or a change of its weights."""
+        ...
+
+    @property
+    def controls(self) -> EngineControls:
+        """What pauses it, changes its weights and lets it sleep."""
         ...
 
     async def submit(self, call: EngineCall, sink: Sink) -> None:

@@ -63,6 +63,37 @@ class EngineStalled(TokentapeError):
         super().__init__(f"the engine has stalled: it has emitted nothing for {silent_seconds:g} s")
 
 
+class WeightsBroken(TokentapeError):
+    """The engine's weights are of no one version; nothing is sampled until an update of them succeeds."""
+
+    def __init__(self) -> None:
+        """Say so; what went wrong is the controller's to know."""
+        super().__init__("an update of the weights failed half way; nothing is sampled until one succeeds")
+
+
+class StaleWeights(TokentapeError):
+    """The weights changed more often during a call than its tape allows."""
+
+    def __init__(self, changes: int, allowed: int) -> None:
+        """Both count changes of the weights since the call's first sampled token."""
+        super().__init__(
+            f"tape_id: the weights have changed {changes} times since this call's first token, and the tape lets a "
+            f"call live through {allowed} (max_weight_changes)"
+        )
+
+
+class StateForbids(TokentapeError):
+    """The engine's state does not allow what a controller asks."""
+
+
+class Unsupported(TokentapeError):
+    """The engine cannot do what a controller asks."""
+
+
+class ControlFailed(TokentapeError):
+    """The engine failed at what a controller asked; the message has its words."""
+
+
 class EngineBusy(TokentapeError):
     """The engine takes no more calls for the moment."""
 
@@ -73,6 +104,10 @@ class EngineNotLoaded(TokentapeError):
 
 class ShuttingDown(TokentapeError):
     """The sidecar takes no more calls because it is stopping."""
+
+
+class TextUnavailable(TokentapeError):
+    """The text of tokens is wanted, and the model has no tokenizer that the sidecar can read."""
 
 
 class CallError(TokentapeError):

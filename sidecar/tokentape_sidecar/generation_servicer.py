@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+from tokentape import tracing
+from tokentape.logs import bind
 from tokentape.v1 import generation_pb2, generation_pb2_grpc
 from tokentape_sidecar import convert
 from tokentape_sidecar.calls import Calls
@@ -35,8 +38,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream one call's record as it grows."""
         del context
-        tape = self._tapes.writable(request.tape_id) if request.tape_id else None
-        record = await self._calls.start(convert.call_request_from_proto(request), tape)
+        with self._calls.statistics.refusals():
+            tape = self._tapes.writable(request.tape_id) if request.tape_id else None
+            call = replace(convert.call_request_from_proto(request), trace_headers=tracing.headers_of())
+            record = await self._calls.start(call, tape)
+        bind(call_id=record.call_id)
         reader = CallReader(record)
         try:
             while not record.started:

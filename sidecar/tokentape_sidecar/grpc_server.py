@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Self
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from tokentape.channel import KEEPALIVE_SECONDS
-from tokentape.listen import ListenAddress
+from tokentape.forks import use_grpc
+from tokentape.keepalive import Keepalive
+from tokentape.listen import ListenAddress, UnixAddress
+from tokentape.secret_file import SecretFile
+from tokentape_sidecar.auth import TokenGate
 from tokentape_sidecar.rpc_errors import ErrorInterceptor
 from tokentape_sidecar.settings import Listener
+from tokentape_sidecar.tls_credentials import server_credentials
+from tokentape_sidecar.tracing import TracingInterceptor
+from tokentape_sidecar.unix_socket import AddressInUse, claimed
 
 _HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-
-
-class AddressInUse(RuntimeError):
-    """The address to listen on cannot be had."""
 
 
 class GrpcServer:
     """A server that serves. Make one with `start`."""
 
-    def __init__(self, server: grpc.aio.Server, address: str, services: Sequence[str], health: HealthServicer) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        address: str,
+        services: Sequence[str],
+        health: HealthServicer,
+        *,
+        socket: Path | None,
+    ) -> None:
         """Use `start`."""
         self.address = address
         """Where it listens, as a client dials it."""
+        self._socket = socket
         self._server = server
         self._services = services
         self._health = health
@@ -44,20 +58,28 @@ class GrpcServer:
     ) -> Self:
         """Serve `services` (full names), which `add` adds; all are NOT_SERVING until `tell_health` says otherwise.
 
-        Raises `AddressInUse`.
+        `max_message_bytes` bounds a request. Raises `AddressInUse`, and `UnusableSecretFile` or `UnusableCertificate`
+        where a file of `listener` cannot be used.
         """
-        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=_options(max_message_bytes))
+        use_grpc()
+        credentials = None if listener.tls is None else server_credentials(listener.tls)
+        server = grpc.aio.server(
+            interceptors=_interceptors(listener), options=_options(max_message_bytes, listener.keepalive)
+        )
         health = HealthServicer()
         add(server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         reflection.enable_server_reflection([*services, _HEALTH_SERVICE, reflection.SERVICE_NAME], server)
         address = listener.address
-        try:
-            port = server.add_insecure_port(str(address))
-        except RuntimeError:
-            raise AddressInUse(f"cannot listen on {address}: the address is in use or not this machine's") from None
+        with claimed(address.path) if isinstance(address, UnixAddress) else nullcontext():
+            try:
+                port = _bind(server, str(address), credentials)
+            except RuntimeError:
+                raise AddressInUse(f"cannot listen on {address}: the address is in use or not this machine's") from None
+            _close_to_others(listener)
         bound = address.with_port(port) if isinstance(address, ListenAddress) else address
-        started = cls(server, str(bound), services, health)
+        socket = address.path if isinstance(address, UnixAddress) else None
+        started = cls(server, str(bound), services, health, socket=socket)
         await started.tell_health(serves=False)
         await server.start()
         return started
@@ -75,18 +97,44 @@ class GrpcServer:
     async def stop(self, grace_seconds: float) -> None:
         """Take no more calls, and cancel those that have not ended after `grace_seconds`."""
         await self._server.stop(grace_seconds)
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def check_files(listener: Listener) -> None:
+    """Raise what `GrpcServer.start` would where a file of `listener` cannot be used; see there."""
+    _interceptors(listener)
+    if listener.tls is not None:
+        server_credentials(listener.tls)
+
+
+def _interceptors(listener: Listener) -> list[grpc.aio.ServerInterceptor]:
+    if listener.token_file is None:
+        return [TracingInterceptor(), ErrorInterceptor()]
+    tokens = SecretFile(listener.token_file, listener.token_option)
+    return [TokenGate(tokens, listener.token_option), TracingInterceptor(), ErrorInterceptor()]
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)
+
+
+def _close_to_others(listener: Listener) -> None:
+    """Let only this user connect to a Unix socket that asks for no token; with one, the umask says who may."""
+    if isinstance(listener.address, UnixAddress) and listener.token_file is None:
+        listener.address.path.chmod(0o600)
+
+
+def _options(max_message_bytes: int, keepalive: Keepalive) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         # What we send is as long as what we hold: it has limits of its own.
         ("grpc.max_send_message_length", -1),
         # Without this a second sidecar on the same port would silently share it.
         ("grpc.so_reuseport", 0),
-        # Silence is normal while a long prompt is computed: clients may ping through it, and we notice dead ones.
-        ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
+        *keepalive.channel_options(),
+        # Clients may ping as often as they like: gRPC would otherwise close the connection of one that does.
         ("grpc.http2.max_ping_strikes", 0),
     ]

@@ -25,5 +25,12 @@ class Limits:
     """The largest `top_logprobs` and `prompt_logprobs`; the engine's own limit may be narrower."""
 
 
+MAX_NAME_CHARACTERS = 256
+"""The longest anchor, cache salt or LoRA adapter's name."""
+MAX_FINGERPRINT_CHARACTERS = 64 * 1024
+"""The longest context fingerprint; the bridge's grows by 16 characters with each answer that has reasoning."""
+MAX_ANCHORS = 16_384
+"""The most anchors that one FindCalls may ask for."""
+
 DEFAULT_LIMITS = Limits()
 """What holds where nobody says otherwise."""

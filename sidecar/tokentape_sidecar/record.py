@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Protocol
 
 from tokentape_sidecar.broadcast import Broadcast
 from tokentape_sidecar.engine import UNVERSIONED, FinishReason, Sampling, TopLogprobs, Weights
-from tokentape_sidecar.errors import CallError, TokentapeError
+from tokentape_sidecar.errors import CallError, StaleWeights, TokentapeError
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -162,9 +163,13 @@ class CallRecord:
         origin: Origin = _NO_ORIGIN,
         call_index: int = 0,
         lora_name: str = "",
+        max_weight_changes: int | None = None,
         listener: RecordListener | None = None,
     ) -> None:
-        """`prompt_suffix` is the prompt, or with a parent its ids after the parent's; `sampling.n` must be set."""
+        """`prompt_suffix` is the prompt, or with a parent its ids after the parent's; `sampling.n` must be set.
+
+        `max_weight_changes`: after how many changes of the weights, from its first token on, it samples no more.
+        """
         self.call_id = call_id
         self.call_index = call_index
         self.lora_name = lora_name
@@ -179,9 +184,14 @@ class CallRecord:
             self.prompt_token_count += parent.record.prompt_token_count + parent.offset
         self.choices = [ChoiceRecord() for _ in range(sampling.n or 1)]
         self.error: TokentapeError | None = None
+        self.began = time.monotonic()
+        self.first_token_at: float | None = None
+        """When the first token of any choice came, on the clock of `began`."""
         self.prompt_logprobs: array[float] | None = None
         self.prompt_top_logprobs: TopLogprobs | None = None
         self._top_k = sampling.top_logprobs or 0
+        self._max_weight_changes = max_weight_changes
+        self._weight_changes = 0
         self._listener = listener
         self._changed = Broadcast()
         self._open_choices = len(self.choices)
@@ -217,9 +227,10 @@ class CallRecord:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the columns take: the prompt's own part and the completions."""
+        """Memory that the columns take: the prompt's own part and the completions. Fingerprints count as columns."""
         prompt = len(self.prompt_suffix) * self.prompt_suffix.itemsize
-        return prompt + sum(choice.size_bytes for choice in self.choices)
+        fingerprints = len(self.origin.anchor) + len(self.origin.context_fingerprint)
+        return fingerprints + prompt + sum(choice.size_bytes for choice in self.choices)
 
     @property
     def ended(self) -> bool:
@@ -246,6 +257,14 @@ class CallRecord:
     def started(self) -> bool:
         """Whether all that precedes the first token is here: the prompt's log-probabilities, where asked for."""
         return self.sampling.prompt_logprobs is None or self.prompt_logprobs is not None or self.ended
+
+    def note_weight_change(self) -> None:
+        """Note that the weights change. Fails a call that may not live through it, before it samples on."""
+        if self._max_weight_changes is None or not self.sampled_token_count:
+            return
+        self._weight_changes += 1
+        if self._weight_changes > self._max_weight_changes:
+            self.fail(StaleWeights(self._weight_changes, self._max_weight_changes))
 
     def take_prompt_logprobs(self, logprobs: Sequence[float], top_logprobs: TopLogprobs | None) -> None:
         """Take the prompt's log-probabilities (see `engine.Sink`). Missing or unusable ones fail the call."""
@@ -275,6 +294,8 @@ class CallRecord:
         columns = self.choices[choice]
         # The same weights are mostly the same object, and comparing that is cheaper.
         if not columns.weights or (columns.weights[-1] is not weights and columns.weights[-1] != weights):
+            if self.first_token_at is None:
+                self.first_token_at = time.monotonic()
             columns.weight_starts.append(len(columns.token_ids))
             columns.weights.append(weights)
         columns.token_ids.extend(token_ids)
@@ -344,7 +365,10 @@ def _is_usable(logprob: float) -> bool:
 
 
 class CallReader:
-    """A cursor on a record: all that is new since the last read, each token once."""
+    """A cursor on a record: what is new since the last read, each token once."""
+
+    MAX_VALUES = 262_144
+    """Log-probabilities of one read of a choice, at most; in a message they pass gRPC's default limit of 4 MiB."""
 
     def __init__(self, record: CallRecord) -> None:
         self._record = record
@@ -352,15 +376,19 @@ class CallReader:
         self._finished = [False] * len(record.choices)
 
     def read_new(self) -> list[TokenRun | Completion]:
-        """Return what was added since the last read; a choice's completion after its last token."""
+        """Return what was added since the last read; a choice's completion after its last token.
+
+        Of a long backlog it is a part, and the next read goes on; nothing returned means that there is nothing new.
+        """
         events: list[TokenRun | Completion] = []
         top_k = self._record.sampling.top_logprobs or 0
+        most = max(1, self.MAX_VALUES // (1 + top_k))
         for index, choice in enumerate(self._record.choices):
-            end, completion = len(choice.token_ids), choice.completion
+            end, completion = min(len(choice.token_ids), self._positions[index] + most), choice.completion
             if end > self._positions[index]:
                 events += choice.runs(index, self._positions[index], end, top_k)
                 self._positions[index] = end
-            if completion is not None and not self._finished[index]:
+            if completion is not None and not self._finished[index] and end == len(choice.token_ids):
                 self._finished[index] = True
                 events.append(completion)
         return events

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from tokentape_sidecar import errors
 
@@ -23,9 +24,15 @@ STATUS_OF: dict[type[errors.TokentapeError], grpc.StatusCode] = {
     errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.TapeSealed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.TextUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.EngineDead: grpc.StatusCode.UNAVAILABLE,
     errors.EngineStalled: grpc.StatusCode.UNAVAILABLE,
+    errors.WeightsBroken: grpc.StatusCode.UNAVAILABLE,
+    errors.StaleWeights: grpc.StatusCode.ABORTED,
+    errors.StateForbids: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    errors.ControlFailed: grpc.StatusCode.INTERNAL,
     errors.EngineBusy: grpc.StatusCode.UNAVAILABLE,
     errors.ShuttingDown: grpc.StatusCode.UNAVAILABLE,
     errors.CallError: grpc.StatusCode.INTERNAL,
@@ -35,9 +42,12 @@ STATUS_OF: dict[type[errors.TokentapeError], grpc.StatusCode] = {
 # A status travels in HTTP headers, and headers over 8 KiB turn it into RESOURCE_EXHAUSTED.
 _MAX_MESSAGE_CHARACTERS = 1000
 
-_OUR_METHODS = "/tokentape.v1."
+OUR_METHODS = "/tokentape.v1."
+"""What the names of tokentape's methods begin with."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Decode: TypeAlias = Callable[[bytes], object]
+"""Makes a message of its bytes, or raises `DecodeError`."""
 
 
 async def answer_error(error: BaseException, context: Context) -> NoReturn:
@@ -47,7 +57,9 @@ async def answer_error(error: BaseException, context: Context) -> NoReturn:
         raise error
     if isinstance(error, errors.TokentapeError):
         status = STATUS_OF.get(type(error), grpc.StatusCode.INTERNAL)
-        await context.abort(status, str(error)[:_MAX_MESSAGE_CHARACTERS])
+        # Other characters than ASCII would take up to twelve bytes there.
+        message = str(error).encode("ascii", "backslashreplace").decode()
+        await context.abort(status, message[:_MAX_MESSAGE_CHARACTERS])
     logger.error("a call failed unexpectedly", exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the sidecar's log has the details")
 
@@ -63,39 +75,71 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         """Return the method's handler with errors answered (see `grpc.aio.ServerInterceptor`)."""
         handler = await continuation(handler_call_details)
         # None means that there is no such method: gRPC answers UNIMPLEMENTED.
-        if handler is None or not str(handler_call_details.method).startswith(_OUR_METHODS):
+        if handler is None or not str(handler_call_details.method).startswith(OUR_METHODS):
             return handler
-        wrap, make = (
-            (_answering_stream, grpc.unary_stream_rpc_method_handler)
-            if handler.response_streaming
-            else (_answering_unary, grpc.unary_unary_rpc_method_handler)
-        )
-        return make(
-            # grpc's stubs describe the methods of synchronous servers here.
-            wrap(cast("Any", handler.unary_stream or handler.unary_unary)),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
+        decode: Decode = cast("Any", handler.request_deserializer)
+        return rewrap(
+            handler,
+            unary=lambda method: _answering_unary(method, decode),
+            stream=lambda method: _answering_stream(method, decode),
+            decodes=False,
         )
 
 
-def _answering_unary(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Any]:
-    async def answer(request: object, context: Context) -> object:
+def rewrap(
+    handler: grpc.RpcMethodHandler[Any, Any],
+    *,
+    unary: Callable[[Any], Any],
+    stream: Callable[[Any], Any],
+    decodes: bool = True,
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return `handler` with its method replaced by what `unary` makes of it, or `stream` if it answers by a stream.
+
+    Without `decodes`, the new method gets the request's bytes.
+    """
+    wrap, make = (
+        (stream, grpc.unary_stream_rpc_method_handler)
+        if handler.response_streaming
+        else (unary, grpc.unary_unary_rpc_method_handler)
+    )
+    return make(
+        # grpc's stubs describe the methods of synchronous servers here.
+        wrap(cast("Any", handler.unary_stream or handler.unary_unary)),
+        request_deserializer=handler.request_deserializer if decodes else None,
+        response_serializer=handler.response_serializer,
+    )
+
+
+def _decoded(request: bytes, decode: Decode) -> object:
+    # gRPC itself answers UNKNOWN to what it cannot decode, as if that were our failure, and logs a traceback.
+    try:
+        return decode(request)
+    except DecodeError:
+        raise errors.InvalidArgument(
+            "the request", "its bytes are no message of the kind that this method takes"
+        ) from None
+
+
+def _answering_unary(method: Callable[[Any, Context], Awaitable[Any]], decode: Decode) -> Callable[..., Any]:
+    async def answer(request: bytes, context: Context) -> object:
         try:
-            return await method(request, context)
+            return await method(_decoded(request, decode), context)
         except BaseException as error:  # noqa: BLE001 - answer_error re-raises what is not an answer
             await answer_error(error, context)
 
     return answer
 
 
-def _answering_stream(method: Callable[[Any, Context], AsyncGenerator[Any, None]]) -> Callable[..., Any]:
-    async def answer(request: object, context: Context) -> AsyncIterator[object]:
-        # Closing ends the servicer's own `finally` now, not when the garbage collector comes by.
-        async with aclosing(method(request, context)) as responses:
-            try:
+def _answering_stream(
+    method: Callable[[Any, Context], AsyncGenerator[Any, None]], decode: Decode
+) -> Callable[..., Any]:
+    async def answer(request: bytes, context: Context) -> AsyncIterator[object]:
+        try:
+            # Closing ends the servicer's own `finally` now, not when the garbage collector comes by.
+            async with aclosing(method(_decoded(request, decode), context)) as responses:
                 async for response in responses:
                     yield response
-            except BaseException as error:  # noqa: BLE001 - answer_error re-raises what is not an answer
-                await answer_error(error, context)
+        except BaseException as error:  # noqa: BLE001 - answer_error re-raises what is not an answer
+            await answer_error(error, context)
 
     return answer

@@ -2,7 +2,8 @@
 
 It behaves as an engine does in everything but the choice of tokens: it pushes at its own pace whether or not anyone
 reads, ends at `max_tokens`, at stop tokens and stop strings, and on abort, and fails a call where the script says so or
-is exhausted.
+is exhausted. It can be paused, given weights and put to sleep; only that it has none, so that a checkpoint of it is a
+`weights.json` that says whether loading works.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from typing_extensions import override
 
+from tokentape_sidecar.driven_controls import DrivenControls
 from tokentape_sidecar.engine import (
     EngineCall,
     FinishReason,
@@ -26,12 +29,28 @@ from tokentape_sidecar.engine import (
     TopLogprobs,
     Weights,
 )
-from tokentape_sidecar.errors import CallError, InvalidArgument
+from tokentape_sidecar.engine_controls import EngineControls
+from tokentape_sidecar.errors import CallError, InvalidArgument, NotFound
 from tokentape_sidecar.script import Script, ScriptedCall, ScriptError, Step
+from tokentape_sidecar.scripted_core import WEIGHTS_FILE, ScriptedCore, read_weights
+from tokentape_sidecar.weights import CallWeights, WeightObserver
 
 logger = logging.getLogger(__name__)
 
 _UNSCRIPTED_LOGPROB = -1.0
+
+
+class ScriptedControls(DrivenControls):
+    """Drives a script."""
+
+    @override
+    async def check_checkpoint(self, directory: Path) -> None:
+        """Raise `NotFound` where there is no `weights.json`, or one that says nothing a script understands."""
+        await super().check_checkpoint(directory)
+        try:
+            await asyncio.to_thread(read_weights, directory)
+        except (OSError, ValueError) as error:
+            raise NotFound(f"directory: it holds no checkpoint of a script: {WEIGHTS_FILE}: {error}") from None
 
 
 class ScriptedEngine:
@@ -46,7 +65,9 @@ class ScriptedEngine:
         self._tokenizer = _load_tokenizer(tokenizer_directory)
         self._next_call = 0
         self._running: dict[str, _RunningCall] = {}
-        self._weight_version = ""
+        self._core = ScriptedCore(self._running.keys, self._abort_all)
+        self.observer = WeightObserver(self._core)
+        self._controls = ScriptedControls(self._core, self.observer)
         self._model = Model(
             name=script.model.name,
             max_context_tokens=script.model.max_model_len,
@@ -68,13 +89,18 @@ class ScriptedEngine:
 
     @property
     def weight_version(self) -> str:
-        """The version of the last step that named one."""
-        return self._weight_version
+        """The version of the last step or update that named one."""
+        return self.observer.version
 
     @property
     def held(self) -> bool:
-        """Never: a script is not paused (see `engine.Engine`)."""
-        return False
+        """Whether it is paused, asleep, or loads weights (see `engine.Engine`)."""
+        return self.observer.held
+
+    @property
+    def controls(self) -> EngineControls:
+        """What pauses it (see `engine.Engine`)."""
+        return self._controls
 
     @property
     def unused_call_count(self) -> int:
@@ -92,7 +118,7 @@ class ScriptedEngine:
                 f"the script expects the prompt {list(scripted.expect.prompt_token_ids)}, "
                 f"but the call has {list(call.prompt_token_ids)}"
             )
-        running = _RunningCall(call, sink, scripted, self)
+        running = _RunningCall(call, sink, scripted, self, CallWeights(self.observer))
         self._running[call.call_id] = running
         running.task = asyncio.create_task(self._play(running))
         running.task.add_done_callback(lambda _: self._end(running))
@@ -112,10 +138,7 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         """Abort what runs, and report scripted calls that nobody made."""
-        tasks = [running.task for running in self._running.values() if running.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._abort_all(list(self._running))
         if self.unused_call_count:
             logger.warning(
                 "%d of the script's %d calls were never made", self.unused_call_count, len(self._script.calls)
@@ -137,14 +160,19 @@ class ScriptedEngine:
         self._next_call += 1
         return self._script.calls[index % count]
 
+    async def _abort_all(self, call_ids: Collection[str]) -> None:
+        tasks = [task for call_id in call_ids if (task := self._running[call_id].task) is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _play(self, running: _RunningCall) -> None:
         try:
             running.take_prompt()
             for step in running.scripted.steps:
                 # Even a step without a delay lets other tasks run: an engine never delivers within `submit`.
                 await asyncio.sleep(step.delay_ms / 1000)
-                if step.weight_version is not None:
-                    self._weight_version = step.weight_version
+                await self._core.wait_may_play(running.call.call_id)
                 if step.error is not None:
                     running.sink.fail(CallError(step.error))
                     return
@@ -158,6 +186,7 @@ class ScriptedEngine:
     def _end(self, running: _RunningCall) -> None:
         """Close what an abort left open, even if it came before the first step."""
         self._running.pop(running.call.call_id, None)
+        self._core.note_ended()
         for choice in running.open_choices():
             running.sink.finish(choice, FinishReason.ABORT)
 
@@ -170,6 +199,7 @@ class _RunningCall:
     sink: Sink
     scripted: ScriptedCall
     engine: ScriptedEngine
+    weights: CallWeights
     task: asyncio.Task[None] | None = None
     sampled: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     finished: set[int] = field(default_factory=set[int])
@@ -194,8 +224,9 @@ class _RunningCall:
         choice = step.index
         if choice in self.finished:
             return
+        weights = self.weights.of_step(step.weight_version)
         for token_id, logprobs in self._tokens(step):
-            self._append(choice, token_id, logprobs)
+            self._append(choice, token_id, logprobs, weights)
             if self._ends_here(choice, token_id):
                 return
         if step.finish_reason is not None:
@@ -209,13 +240,13 @@ class _RunningCall:
             else:
                 yield token_id, step.logprobs[position] if position < len(step.logprobs) else None
 
-    def _append(self, choice: int, token_id: int, logprobs: dict[int, float] | None) -> None:
+    def _append(self, choice: int, token_id: int, logprobs: dict[int, float] | None, weights: Weights) -> None:
         sampled = [logprobs[token_id]] if logprobs is not None and token_id in logprobs else []
         k = self.call.sampling.top_logprobs or 0
         best = _most_probable(logprobs or {}, k)
         top = TopLogprobs(len(best), *_columns(best)) if best else None
         self.sampled.setdefault(choice, []).append(token_id)
-        self.sink.append(choice, [token_id], sampled, weights=Weights(self.engine.weight_version), top_logprobs=top)
+        self.sink.append(choice, [token_id], sampled, weights=weights, top_logprobs=top)
 
     def _ends_here(self, choice: int, token_id: int) -> bool:
         sampling, sampled = self.call.sampling, self.sampled[choice]

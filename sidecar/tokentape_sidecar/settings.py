@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tokentape.config import ConfigurableParser, split_at_dashes
+from tokentape.keepalive import DEFAULT_KEEPALIVE, Keepalive
 from tokentape.listen import ListenAddress, UnixAddress, parse_address
-from tokentape.process import add_server_options
+from tokentape.logs import LogFormat
+from tokentape.process import add_serving_options, add_telemetry_options
 from tokentape.tls import ServerTls, add_tls_options, refuse_unguarded, tls_from
 from tokentape_sidecar.limits import DEFAULT_LIMITS, Limits
 from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
@@ -25,6 +28,10 @@ examples:
 
   # no model: replay a script (sidecar/README.md has the format)
   tokentape-sidecar --engine scripted --script toy.json --tokenizer ./SmolLM2-135M-Instruct
+
+  # the same from a file, its keys named like the options; the command line wins
+  printf 'model = "./SmolLM2-135M-Instruct"\\nvllm = {dtype = "bfloat16", max-model-len = 2048}\\n' > sidecar.toml
+  tokentape-sidecar --config sidecar.toml --listen 127.0.0.1:0
 
   # then, from another terminal
   grpcurl -plaintext 127.0.0.1:50051 list
@@ -41,6 +48,11 @@ class Listener:
     token_file: Path | None = None
     """Bearer tokens, any of which lets in; `None`: none is asked for."""
     tls: ServerTls | None = None
+    """Never on a Unix socket."""
+    token_option: str = "--token-file"  # noqa: S105 - its name
+    """The option that gave `token_file`, for messages."""
+    keepalive: Keepalive = DEFAULT_KEEPALIVE
+    """How it notices clients that are gone without a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +72,7 @@ class Settings:
     name: str
     ready_file: Path | None
     log_level: str
-    log_format: Literal["text", "json"]
+    log_format: LogFormat
     grace_seconds: float
     stall_limit_seconds: float
     model: str | None
@@ -102,56 +114,44 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> ConfigurableParser:
+    parser = ConfigurableParser(
+        passes_on=True,
         prog="tokentape-sidecar",
         description="Serve an inference engine over gRPC: token ids in, token ids and log-probabilities out, every "
         "rollout recorded on a tape.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s --model MODEL [options] [-- VLLM OPTIONS]\n       "
-        "%(prog)s --engine scripted --script FILE --tokenizer DIR [options]",
+        "%(prog)s --engine scripted --script FILE --tokenizer DIR [options]\n       "
+        "%(prog)s --config FILE [options]",
     )
-    add_server_options(parser, default_listen="127.0.0.1:50051", unix=True)
-    add_tls_options(parser)
+    _add_vllm_options(parser)
+    _add_scripted_options(parser)
+    add_serving_options(parser, default_listen="127.0.0.1:50051", unix=True)
+    _add_name_option(parser)
     _add_access_options(parser)
+    add_tls_options(parser)
     _add_control_options(parser)
     _add_limit_options(parser)
-    _add_telemetry_options(parser)
-    parser.add_argument(
-        "--name",
-        type=_sidecar_name,
-        default="main",
-        help="this sidecar's name: the part of its tapes' ids before the dot (default: main)",
-    )
-    parser.add_argument(
-        "--grace-seconds",
-        type=_seconds,
-        default=10.0,
-        metavar="S",
-        help="how long running calls may go on after SIGTERM or SIGINT (default: 10); a second signal exits at once",
-    )
-    parser.add_argument(
-        "--stall-limit",
-        type=_seconds,
-        default=DEFAULT_STALL_LIMIT_SECONDS,
-        dest="stall_limit_seconds",
-        metavar="S",
-        help="when calls run and the engine has emitted nothing for this long, they fail with UNAVAILABLE and no more "
-        f"are taken until it answers again; 0: never (default: {DEFAULT_STALL_LIMIT_SECONDS:g})",
-    )
-    parser.add_argument("--engine", choices=["vllm", "scripted"], default="vllm", help="default: vllm")
-    vllm = parser.add_argument_group("vLLM")
-    vllm.add_argument("--model", help="a model directory, or a name that vLLM can load")
-    vllm.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: as --model)")
-    vllm.add_argument(
+    _add_end_options(parser)
+    add_telemetry_options(parser, metrics="metrics, vLLM's own among them,")
+    return parser
+
+
+def _add_vllm_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine: vLLM, in this process")
+    group.add_argument("--engine", choices=["vllm", "scripted"], default="vllm", help="default: vllm")
+    group.add_argument("--model", help="a model directory, or a name that vLLM can load")
+    group.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: as --model)")
+    group.add_argument(
         "--logprobs-mode",
         choices=["processed", "raw"],
         default="processed",
         help="log-probabilities of the distribution that is sampled from, or of the model's raw softmax "
         "(default: processed)",
     )
-    vllm.add_argument(
+    group.add_argument(
         "--lora",
         type=_lora,
         action="append",
@@ -160,14 +160,47 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=DIR",
         help="serve the LoRA adapter in DIR (PEFT's format) as well, under this name; may be repeated",
     )
-    scripted = parser.add_argument_group("scripted engine")
-    scripted.add_argument("--script", type=Path, metavar="FILE", help="what to replay")
-    scripted.add_argument("--tokenizer", type=Path, metavar="DIR", help="a directory with a tokenizer.json")
-    return parser
+
+
+def _add_scripted_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine: scripted, which replays a file and needs no model")
+    group.add_argument("--script", type=Path, metavar="FILE", help="what to replay")
+    group.add_argument("--tokenizer", type=Path, metavar="DIR", help="a directory with a tokenizer.json")
+
+
+def _add_name_option(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tapes")
+    group.add_argument(
+        "--name",
+        type=_sidecar_name,
+        default="main",
+        help="this sidecar's name: the part of its tapes' ids before the dot (default: main)",
+    )
+
+
+def _add_end_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("stopping, and an engine that stalls")
+    group.add_argument(
+        "--grace-seconds",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="how long running calls may go on after SIGTERM or SIGINT (default: 10); a second signal exits at once",
+    )
+    group.add_argument(
+        "--stall-limit",
+        type=_seconds,
+        default=DEFAULT_STALL_LIMIT_SECONDS,
+        dest="stall_limit_seconds",
+        metavar="S",
+        help="when calls run and the engine has emitted nothing for this long, they fail with UNAVAILABLE and no more "
+        f"are taken until it answers again; 0: never (default: {DEFAULT_STALL_LIMIT_SECONDS:g})",
+    )
 
 
 def _add_access_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    group = parser.add_argument_group("access", "an address that other machines reach needs both a token and TLS")
+    group.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
@@ -215,39 +248,22 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _add_telemetry_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("telemetry")
-    group.add_argument(
-        "--metrics-listen",
-        type=ListenAddress.parse,
-        metavar="HOST:PORT",
-        help="serve metrics for Prometheus, vLLM's own among them, at http://HOST:PORT/metrics (default: nowhere)",
-    )
-    group.add_argument(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="send OpenTelemetry traces there, vLLM's own too (default: none are made)",
-    )
-
-
 def parse_settings(arguments: list[str]) -> Settings:
     """Read the command line; exits with a usage message where it is wrong."""
-    own, dashes, vllm_arguments = (
-        (arguments, None, []) if "--" not in arguments else _split_at(arguments, arguments.index("--"))
-    )
     parser = _parser()
+    own, vllm_arguments = split_at_dashes(parser.with_config(arguments))
     options = parser.parse_args(own)
     if options.engine == "vllm" and not options.model:
         parser.error("--model is needed (or --engine scripted, to replay a script)")
     if options.engine == "scripted" and not (options.script and options.tokenizer):
         parser.error("--engine scripted needs --script and --tokenizer")
-    if options.engine == "scripted" and dashes:
+    if options.engine == "scripted" and vllm_arguments is not None:
         parser.error("options after -- are vLLM's; --engine scripted takes none")
     if options.engine == "scripted" and options.loras:
         parser.error("--lora is vLLM's; --engine scripted has the script's model.lora_names")
     if len(dict(options.loras)) < len(options.loras):
         parser.error("--lora: two adapters have the same name")
-    return _settings(options, parser, vllm_arguments)
+    return _settings(options, parser, vllm_arguments or [])
 
 
 def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser, vllm_arguments: Sequence[str]) -> Settings:
@@ -285,11 +301,13 @@ def _settings(options: argparse.Namespace, parser: argparse.ArgumentParser, vllm
 
 
 def _data_listener(options: argparse.Namespace, parser: argparse.ArgumentParser, tls: ServerTls | None) -> Listener:
-    listener = Listener(options.listen, options.token_file, tls)
-    refuse_unguarded(
-        parser, "--listen", listener.address, tls=tls, needed_option="--token-file", needed_file=listener.token_file
-    )
-    return listener
+    address, token_file = options.listen, options.token_file
+    refuse_unguarded(parser, "--listen", address, tls=tls, needed_option="--token-file", needed_file=token_file)
+    return Listener(address, token_file, _unless_unix(address, tls))
+
+
+def _unless_unix(address: ListenAddress | UnixAddress, tls: ServerTls | None) -> ServerTls | None:
+    return None if isinstance(address, UnixAddress) else tls
 
 
 def _control_listener(
@@ -308,14 +326,12 @@ def _control_listener(
     refuse_unguarded(
         parser, "--control", address, tls=tls, needed_option="--control-token-file", needed_file=token_file
     )
-    return Listener(address, token_file, None if isinstance(address, UnixAddress) else tls)
+    if None not in {token_file, options.token_file} and token_file.resolve() == options.token_file.resolve():
+        parser.error("--control-token-file: must be another file than --token-file: who may sample may not control")
+    return Listener(address, token_file, _unless_unix(address, tls), "--control-token-file")
 
 
 def _runtime_directory() -> Path:
     """Return this user's directory for sockets."""
     directory = os.environ.get("XDG_RUNTIME_DIR")
     return Path(directory) if directory else Path(tempfile.gettempdir()) / f"tokentape-{os.getuid()}"
-
-
-def _split_at(arguments: list[str], index: int) -> tuple[list[str], str, list[str]]:
-    return arguments[:index], arguments[index], arguments[index + 1 :]

@@ -45,12 +45,13 @@ def sidecar_name_of(tape_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TapeLimits:
-    """What a tape may take; `None` does not bind. Tokens, calls and seconds, as in `tokentape.v1.TapeLimits`."""
+    """What a tape may take; `None` does not bind. `tokentape.v1.TapeLimits` has the units."""
 
     max_context_tokens: int | None = None
     max_sampled_tokens: int | None = None
     max_calls: int | None = None
     time_to_live_seconds: float | None = None
+    max_weight_changes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,8 @@ class Tape:
         self.watcher_count = 0
         self.last_used = time.monotonic()
         self._by_id: dict[str, CallRecord] = {}
+        self._settled_calls = 0
+        self._settled_bytes = 0
         self._log = _Log()
         self._changed = Broadcast()
 
@@ -176,7 +179,12 @@ class Tape:
     @property
     def size_bytes(self) -> int:
         """Memory that the tape takes: its log, and the columns of its calls."""
-        return self._log.size_bytes + sum(call.size_bytes for call in self.calls)
+        # The first calls that have ended are counted once: this is asked for at every call.
+        while self._settled_calls < len(self.calls) and self.calls[self._settled_calls].ended:
+            self._settled_bytes += self.calls[self._settled_calls].size_bytes
+            self._settled_calls += 1
+        growing = sum(call.size_bytes for call in self.calls[self._settled_calls :])
+        return self._log.size_bytes + self._settled_bytes + growing
 
     @property
     def running_calls(self) -> list[CallRecord]:
@@ -195,9 +203,15 @@ class Tape:
     def check_open(self) -> None:
         """Raise `TapeSealed` or `LimitReached` where no further call may be made."""
         if self.sealing:
-            raise TapeSealed(f"tape_id: the tape {self.tape_id} is sealed and takes no more calls")
+            raise TapeSealed("tape_id: the tape is sealed and takes no more calls")
         if self.limits.max_calls is not None and len(self.calls) >= self.limits.max_calls:
             raise LimitReached(f"tape_id: the tape has its {self.limits.max_calls} calls (max_calls)")
+
+    def check_size(self, max_bytes: int) -> None:
+        """Raise `LimitReached` where the tape takes `max_bytes` and more. Calls that run may still grow beyond."""
+        size = self.size_bytes
+        if size >= max_bytes:
+            raise LimitReached(f"tape_id: the tape takes {size} bytes, and may take {max_bytes} (max_tape_bytes)")
 
     def tokens_left(self) -> int | None:
         """Tokens that a further call may sample, given what running calls still may; `None` where unlimited."""
@@ -266,25 +280,27 @@ class Tape:
     def read(self, from_sequence: int, max_positions: int) -> tuple[list[Entry], int]:
         """Return the entries from `from_sequence` on and the position after them.
 
-        They cover `max_positions` at most; prompt tokens count as positions here, so that what is returned is bounded,
-        but for a single longer prompt.
+        They cover `max_positions` at most; prompt tokens and top log-probabilities count as positions here, so that
+        what is returned is bounded, but for a single longer prompt.
         """
         if from_sequence > self.end_sequence:
             raise SequenceOutOfRange(f"from_sequence: {from_sequence} is beyond the tape's end, {self.end_sequence}")
         entries: list[Entry] = []
-        position, prompt_tokens = from_sequence, 0
-        while position < self.end_sequence and (room := max_positions - prompt_tokens - (position - from_sequence)) > 0:
+        position, added = from_sequence, 0
+        while position < self.end_sequence and (room := max_positions - added - (position - from_sequence)) > 0:
             entry = self._entry(position, room)
             if isinstance(entry, CallStarted):
-                prompt_tokens += len(entry.record.prompt_suffix)
-                if entries and prompt_tokens + position - from_sequence > max_positions:
+                added += len(entry.record.prompt_suffix)
+                if entries and added + position - from_sequence > max_positions:
                     break
+            elif isinstance(entry, TokensSampled) and entry.run.top_logprobs is not None:
+                added += len(entry.run.top_logprobs.token_ids)
             entries.append(entry)
             position += len(entry.run.token_ids) if isinstance(entry, TokensSampled) else 1
         return entries, position
 
     def _entry(self, position: int, max_positions: int) -> Entry:
-        """Return what is at `position`; of a run of tokens, as many as share its entry."""
+        """Return what is at `position`; of a run of tokens, as many as share its entry and have room, one at least."""
         log = self._log
         row = bisect_right(log.starts, position) - 1
         kind = _Kind(log.kinds[row])
@@ -301,7 +317,6 @@ class Tape:
             return ChoiceFinished(position, record, choice.completion)
         row_end = log.starts[row + 1] if row + 1 < len(log.starts) else log.end
         first = log.offsets[row] + position - log.starts[row]
-        end = first + min(row_end - position, max_positions)
-        return TokensSampled(
-            position, record, next(choice.runs(log.choices[row], first, end, record.sampling.top_logprobs or 0))
-        )
+        k = record.sampling.top_logprobs or 0
+        end = first + min(row_end - position, max(1, max_positions // (1 + k)))
+        return TokensSampled(position, record, next(choice.runs(log.choices[row], first, end, k)))

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 from tokentape.v1 import tape_pb2, tape_pb2_grpc
 from tokentape_sidecar import convert
 from tokentape_sidecar.calls import Calls
+from tokentape_sidecar.errors import InvalidArgument, TextUnavailable
+from tokentape_sidecar.limits import MAX_ANCHORS
 from tokentape_sidecar.rpc_errors import Context
-from tokentape_sidecar.tape import SCHEMA_VERSION, Tape
+from tokentape_sidecar.tape import SCHEMA_VERSION, Entry, Tape
 from tokentape_sidecar.tape_store import TapeStore
+from tokentape_sidecar.tape_text import TapeText
 
 # At 8 bytes a token, a response of as many positions passes a client with gRPC's default limit of 4 MiB; with top
 # log-probabilities or a long prompt it may be larger.
 _MAX_POSITIONS_PER_RESPONSE = 65_536
 
+_Write: TypeAlias = Callable[[Sequence[Entry]], Awaitable[list[tape_pb2.TapeEntry]]]
+
 
 class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
     """Serves `tokentape.v1.TapeService`."""
 
-    def __init__(self, *, tapes: TapeStore, calls: Calls) -> None:
+    def __init__(self, *, tapes: TapeStore, calls: Calls, text: TapeText | None = None) -> None:
+        """`text`: for readers who want it; `None`: there is none."""
         self._tapes = tapes
         self._calls = calls
+        self._text = text
 
     async def OpenTape(self, request: tape_pb2.OpenTapeRequest, context: Context) -> tape_pb2.OpenTapeResponse:
         """Start a tape."""
@@ -37,25 +45,22 @@ class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
         """Follow a tape from a position on."""
         del context
         tape = self._tapes.readable(request.tape_id, request.reader_token)
-        tape.watcher_count += 1
-        try:
-            async for response in _follow(tape, request.from_sequence):
+        with self._tapes.watched(tape):
+            async for response in _follow(tape, request.from_sequence, self._writer(request.include_text)):
                 yield response
-        finally:
-            tape.watcher_count -= 1
-            tape.touch()
 
     async def GetTape(self, request: tape_pb2.GetTapeRequest, context: Context) -> tape_pb2.GetTapeResponse:
         """Return a page of a tape."""
         del context
         tape = self._tapes.readable(request.tape_id, request.reader_token)
         entries, position = tape.read(request.from_sequence, _MAX_POSITIONS_PER_RESPONSE)
+        end_sequence, sealed = tape.end_sequence, tape.sealed
         return tape_pb2.GetTapeResponse(
             schema_version=SCHEMA_VERSION,
-            entries=map(convert.entry_to_proto, entries),
+            entries=await self._writer(request.include_text)(entries),
             next_sequence=position,
-            end_sequence=tape.end_sequence,
-            sealed=tape.sealed,
+            end_sequence=end_sequence,
+            sealed=sealed,
             size_bytes=tape.size_bytes,
         )
 
@@ -63,6 +68,8 @@ class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
         """Return the calls with given anchors or ids."""
         del context
         tape = self._tapes.writable(request.tape_id)
+        if len(request.anchors) > MAX_ANCHORS:
+            raise InvalidArgument("anchors", f"must be at most {MAX_ANCHORS}, are {len(request.anchors)}")
         found = tape.find_calls(request.anchors, request.exact_token_ids)
         return tape_pb2.FindCallsResponse(
             calls=[convert.found_call_to_proto(call, include_prompt=request.include_prompts) for call in found],
@@ -86,17 +93,28 @@ class TapeServicer(tape_pb2_grpc.TapeServiceServicer):
         await self._tapes.delete(self._tapes.readable(request.tape_id, request.reader_token))
         return tape_pb2.DeleteTapeResponse()
 
+    def _writer(self, include_text: bool) -> _Write:
+        return self._write_with_text if include_text else _write
 
-async def _follow(tape: Tape, position: int) -> AsyncIterator[tape_pb2.WatchTapeResponse]:
+    async def _write_with_text(self, entries: Sequence[Entry]) -> list[tape_pb2.TapeEntry]:
+        if self._text is None:
+            raise TextUnavailable("include_text: the sidecar has no tokenizer; leave it out to get the ids")
+        pieces = await self._text.of(entries)
+        return [convert.entry_to_proto(entry, pieces) for entry in entries]
+
+
+async def _write(entries: Sequence[Entry]) -> list[tape_pb2.TapeEntry]:
+    return [convert.entry_to_proto(entry) for entry in entries]
+
+
+async def _follow(tape: Tape, position: int, write: _Write) -> AsyncIterator[tape_pb2.WatchTapeResponse]:
     """Yield a tape from `position` on; the first response comes at once, so that the watcher knows it is heard."""
     first = True
     while True:
         entries, position = tape.read(position, _MAX_POSITIONS_PER_RESPONSE)
         caught_up = position == tape.end_sequence
         if entries or first:
-            yield tape_pb2.WatchTapeResponse(
-                entries=map(convert.entry_to_proto, entries), caught_up_to=position if caught_up else None
-            )
+            yield tape_pb2.WatchTapeResponse(entries=await write(entries), caught_up_to=position if caught_up else None)
         first = False
         if position < tape.end_sequence:
             continue

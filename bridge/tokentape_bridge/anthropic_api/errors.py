@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tokentape.logs import REQUEST_ID_HEADER
 from tokentape_bridge.errors import to_api_error, to_json
-from tokentape_bridge.request_log import REQUEST_ID_HEADER
 from tokentape_bridge.responses import Json
 from tokentape_bridge.sse import data_frame
 

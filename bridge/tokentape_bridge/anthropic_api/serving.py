@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 from anthropic.types import MessageTokensCount
 
@@ -13,6 +14,7 @@ from tokentape_bridge.anthropic_api.errors import error_frame
 from tokentape_bridge.anthropic_api.requests import to_chat, to_tokenize
 from tokentape_bridge.anthropic_api.schemas import CountTokensRequest, MessageRequest
 from tokentape_bridge.chat_stream import RunningChat, running
+from tokentape_bridge.frame_stream import FrameStream
 from tokentape_bridge.responses import Json
 from tokentape_bridge.schemas import ChatCompletionRequest
 from tokentape_bridge.sidecar_pool import SidecarPool
@@ -20,40 +22,29 @@ from tokentape_bridge.sse import data_frame
 from tokentape_bridge.tape_choice import requested_tape_id
 
 
-class MessageCall:
-    """A call for a message, to be answered once, streamed or not."""
-
-    def __init__(self, pool: SidecarPool, chat: ChatCompletionRequest, tape_id: str) -> None:
-        """`chat` asks for the same as the request, on the tape `tape_id` (empty: on none)."""
-        self._pool = pool
-        self._chat = chat
-        self._tape_id = tape_id
-        self._frames = self._run()
-        self.extension: Json = {}
-        """What a streamed answer says of its place on the tape, once it has begun."""
+class MessageCall(FrameStream[ChatCompletionRequest]):
+    """A call for a message, to be answered once, streamed or not; its request is the chat that asks for the same."""
 
     async def complete(self) -> Json:
         """Return the body of the whole answer. Raises what `chat_stream.running` does, and of a stream that broke."""
-        async with running(self._pool, self._chat, self._tape_id) as chat:
+        async with running(self._pool, self._request, self._tape_id) as chat:
             return self._answer(chat).whole([added async for added in chat.deltas])
 
-    async def begin(self) -> AsyncGenerator[bytes]:
-        """Return the streamed answer's frames once the engine has accepted the call. What is raised has a status."""
-        await anext(self._frames)
-        return self._frames
-
-    async def _run(self) -> AsyncGenerator[bytes]:
-        async with running(self._pool, self._chat, self._tape_id) as chat:
+    @asynccontextmanager
+    async def _accepted(self) -> AsyncGenerator[AsyncGenerator[bytes]]:
+        async with running(self._pool, self._request, self._tape_id) as chat:
             self.extension = chat.extension
-            yield b""
-            try:
-                answer = self._answer(chat)
-                yield _frame(answer.opening())
-                async for added in chat.deltas:
-                    if events := answer.events(added):
-                        yield _frame(events)
-            except Exception as error:  # noqa: BLE001 - the status is sent: whatever it is, the client must learn of it
-                yield error_frame(error)
+            yield self._answer_frames(chat)
+
+    async def _answer_frames(self, chat: RunningChat) -> AsyncGenerator[bytes]:
+        answer = self._answer(chat)
+        yield _frame(answer.opening())
+        async for added in chat.deltas:
+            if events := answer.events(added):
+                yield _frame(events)
+
+    def _error_frame(self, error: Exception) -> bytes:
+        return error_frame(error)
 
     def _answer(self, chat: RunningChat) -> MessageAnswer:
         return MessageAnswer(
@@ -61,7 +52,7 @@ class MessageCall:
             model=chat.chat.model_name,
             prompt_token_count=chat.prompt_token_count,
             extension=chat.extension,
-            one_call_at_most=self._chat.parallel_tool_calls is False,
+            one_call_at_most=self._request.parallel_tool_calls is False,
         )
 
 

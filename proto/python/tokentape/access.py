@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +15,25 @@ class Access:
     token_file: Path | None = None
     """Holds the bearer token (its first line), sent with every call; read again whenever it changes."""
     ca_file: Path | None = None
-    """Certificates (PEM) of the authorities that the server's is to be signed by. Absent: no TLS."""
+    """Certificates (PEM) of the authorities that the server's is to be signed by. Absent: no TLS. A Unix socket has
+    none in any case."""
     certificate_file: Path | None = None
     """With `ca_file`: this client's own certificate (PEM), where the server wants one."""
     key_file: Path | None = None
     """The private key (PEM) of `certificate_file`."""
 
+    def absolute(self) -> Self:
+        """Return the same for a process that has another working directory."""
+        files = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: file.absolute() for name, file in files.items() if file is not None})
+
 
 OPEN = Access()
 """A plain connection that shows no token: to a loopback address or a Unix socket."""
+
+
+class UnusableAccess(ValueError):
+    """What is to get a client in cannot be used, or not at that address; the message says what to do."""
 
 
 def add_access_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +49,8 @@ def add_access_options(parser: argparse.ArgumentParser) -> None:
         "--sidecar-ca",
         type=Path,
         metavar="FILE",
-        help="speak TLS with sidecars, whose certificates the authorities in FILE (PEM) have signed",
+        help="speak TLS with sidecars, whose certificates the authorities in FILE (PEM) have signed "
+        "(not on Unix sockets)",
     )
     group.add_argument(
         "--sidecar-certificate", type=Path, metavar="FILE", help="own certificate (PEM) for mutual TLS with sidecars"
@@ -59,3 +71,14 @@ def access_from(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
         certificate_file=certificate,
         key_file=key,
     )
+
+
+def access_options(access: Access) -> list[str]:
+    """Return the command line that says `access`: files' names, no secret. `access_from` reads it."""
+    told = {
+        "--sidecar-token-file": access.token_file,
+        "--sidecar-ca": access.ca_file,
+        "--sidecar-certificate": access.certificate_file,
+        "--sidecar-key": access.key_file,
+    }
+    return [word for option, file in told.items() if file is not None for word in (option, str(file))]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 _MAX_PORT = 65535
+_ANY, _ANY_IPV4 = "::", "0.0.0.0"  # noqa: S104 - only where the user says so
 _UNIX = "unix:"
 _MAX_UNIX_PATH_BYTES = 107
 
@@ -22,11 +24,15 @@ class ListenAddress:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `HOST:PORT`, with IPv6 hosts in brackets. Raises `argparse.ArgumentTypeError` on anything else."""
+        """Read `HOST:PORT`, with IPv6 hosts in brackets; on a machine without IPv6 the host `::` is `0.0.0.0`.
+
+        Raises `argparse.ArgumentTypeError` on anything else.
+        """
         host, colon, port = text.rpartition(":")
         if not colon or not host or not port.isdecimal() or int(port) > _MAX_PORT:
             raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT (as in 127.0.0.1:50051; port 0 picks one)")
-        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+        host = host.removeprefix("[").removesuffix("]")
+        return cls(_ANY_IPV4 if host == _ANY and not _has_ipv6() else host, int(port))
 
     def with_port(self, port: int) -> Self:
         """Return the same host with another port."""
@@ -61,9 +67,24 @@ class UnixAddress:
         return f"{_UNIX}{self.path}"
 
 
+def _has_ipv6() -> bool:
+    """Whether this machine has IPv6; some can bind `::` all the same, and then nobody gets there by it."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_unix(address: str) -> bool:
+    """Whether `address` is a Unix socket's."""
+    return address.startswith(_UNIX)
+
+
 def parse_address(text: str) -> ListenAddress | UnixAddress:
     """Read `HOST:PORT` or `unix:/PATH`. Raises `argparse.ArgumentTypeError` on anything else."""
-    if not text.startswith(_UNIX):
+    if not is_unix(text):
         return ListenAddress.parse(text)
     path = Path(text.removeprefix(_UNIX))
     if not path.is_absolute():

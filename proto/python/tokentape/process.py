@@ -1,20 +1,22 @@
-"""What tokentape's server processes have in common: the `--listen` and `--ready-file` options, and logging."""
+"""What tokentape's server processes have in common: options of serving and of telemetry, and the ready file."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import sys
 from pathlib import Path
 
 from tokentape.listen import ListenAddress, UnixAddress, parse_address
 
+TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+"""The standard environment variable that `--otlp-traces-endpoint` stands for."""
 
-def add_server_options(parser: argparse.ArgumentParser, *, default_listen: str, unix: bool = False) -> None:
-    """Add `--listen`, `--ready-file` and `--log-level` to a server's options; `unix`: it can serve on a Unix socket."""
-    parser.add_argument(
+
+def add_serving_options(parser: argparse.ArgumentParser, *, default_listen: str, unix: bool = False) -> None:
+    """Add `--listen` and `--ready-file`; `unix`: it can serve on a Unix socket."""
+    group = parser.add_argument_group("serving")
+    group.add_argument(
         "--listen",
         type=parse_address if unix else ListenAddress.parse,
         default=ListenAddress.parse(default_listen),
@@ -22,36 +24,61 @@ def add_server_options(parser: argparse.ArgumentParser, *, default_listen: str, 
         help=f"where to serve{': HOST:PORT or unix:/PATH' if unix else ''}; port 0 picks a free one "
         f"(default: {default_listen})",
     )
-    parser.add_argument(
+    group.add_argument(
         "--ready-file",
         type=Path,
         metavar="FILE",
         help='written when, and only when, this process serves: {"address": "HOST:PORT", "pid": N}',
     )
-    parser.add_argument(
+
+
+def add_telemetry_options(parser: argparse.ArgumentParser, *, metrics: str = "") -> None:
+    """Add the options of logs and traces, and `--metrics-listen` if `metrics` says what is served there."""
+    group = parser.add_argument_group("telemetry")
+    group.add_argument(
         "--log-level",
         choices=["debug", "info", "warning", "error"],
         default="info",
         help="least severe messages to log, on standard error (default: info)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--log-format",
         choices=["text", "json"],
         default="text",
         help="a line of text or a JSON object per message (default: text)",
     )
-
-
-def configure_logging(level: str) -> None:
-    """Log to standard error, one line a message, from `level` up."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True
+    if metrics:
+        group.add_argument(
+            "--metrics-listen",
+            type=ListenAddress.parse,
+            metavar="HOST:PORT",
+            help=f"serve {metrics} for Prometheus at http://HOST:PORT/metrics (default: nowhere)",
+        )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        type=_http_url,
+        default=os.environ.get(TRACES_VARIABLE) or None,
+        metavar="URL",
+        help=f"send OpenTelemetry traces there, as in http://127.0.0.1:4317 (default: ${TRACES_VARIABLE}; without "
+        "either none are made); OpenTelemetry's other variables say how",
     )
 
 
-def write_ready_file(path: Path, address: ListenAddress | UnixAddress) -> None:
-    """Publish that this process serves at `address`; readers see the whole file or none."""
+def _http_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL, as in http://127.0.0.1:4317 ({TRACES_VARIABLE})")
+    return text
+
+
+def write_ready_file(
+    path: Path, address: ListenAddress | UnixAddress, **others: ListenAddress | UnixAddress | str | None
+) -> None:
+    """Publish that this process serves at `address`, and at `others` by what is served there (`None`: it is not).
+
+    Readers see the whole file or none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps({"address": str(address), "pid": os.getpid()}) + "\n")
+    told = {name: str(other) for name, other in others.items() if other is not None}
+    draft.write_text(json.dumps({"address": str(address), "pid": os.getpid(), **told}) + "\n")
     draft.replace(path)

@@ -1,19 +1,25 @@
 """Secrets in files: bearer tokens and API keys.
 
-A file holds one secret a line; any of them opens, so that secrets can be replaced one after the other. It is read again
-whenever it changes, and is to be replaced as a whole. A change that leaves no secret in it changes nothing, and the log
-says so. Secrets are compared in constant time, and never logged.
+A file holds one secret a line, of printable ASCII as headers carry it; any of them opens, so that secrets can be
+replaced one after the other. It is read again whenever it changes, and is to be replaced as a whole. A change that
+leaves no secret in it changes nothing, and the log says so; it also says where others than the file's owner may read
+it. Secrets are compared in constant time, and never logged.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 import secrets
+import stat
 from pathlib import Path
 
 from tokentape.file_signature import signature_of
 
 _logger = logging.getLogger(__name__)
+
+_PRINTABLE = re.compile(rb"[ -~]+")
 
 
 class SecretFile:
@@ -27,7 +33,8 @@ class SecretFile:
         try:
             self._secrets = _read(file)
         except (OSError, ValueError) as error:
-            raise UnusableSecretFile(f"{option} {file} cannot be used: {error}") from error
+            raise UnusableSecretFile(f"{option} {file} cannot be used: {reason_of(error)}") from error
+        _warn_of_other_readers(option, file)
 
     def accept(self, shown: bytes) -> bool:
         """Whether `shown` is one of them."""
@@ -38,7 +45,7 @@ class SecretFile:
     def show(self) -> str:
         """Return the first of them: the one to show to somebody who asks for it."""
         self._refresh()
-        return self._secrets[0].decode("latin-1")
+        return self._secrets[0].decode("ascii")
 
     def _refresh(self) -> None:
         found = signature_of(self._file)
@@ -48,17 +55,41 @@ class SecretFile:
         try:
             self._secrets = _read(self._file)
         except (OSError, ValueError) as error:
-            _logger.error("%s %s cannot be used, its secrets stay as they are: %s", self._option, self._file, error)
+            _logger.error(
+                "%s %s cannot be used, its secrets stay as they are: %s", self._option, self._file, reason_of(error)
+            )
         else:
             _logger.info("%s %s has changed: %d secrets", self._option, self._file, len(self._secrets))
+            _warn_of_other_readers(self._option, self._file)
 
 
 class UnusableSecretFile(ValueError):
     """A file that should hold secrets holds none, or cannot be read; the message names its option."""
 
 
+def reason_of(error: OSError | ValueError) -> str:
+    """Return why a file could not be used, without its name again, as in "No such file or directory"."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def _read(file: Path) -> list[bytes]:
     secrets_found = [line.strip() for line in file.read_bytes().splitlines() if line.strip()]
     if not secrets_found:
         raise ValueError("it holds no secret")
+    if not all(_PRINTABLE.fullmatch(secret) for secret in secrets_found):
+        raise ValueError("it holds other characters than printable ASCII")
     return secrets_found
+
+
+def _warn_of_other_readers(option: str, file: Path) -> None:
+    try:
+        mode = stat.S_IMODE(file.stat().st_mode)
+    except OSError:
+        return  # replaced again meanwhile
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        _warn_once(option, file, mode)
+
+
+@functools.cache
+def _warn_once(option: str, file: Path, mode: int) -> None:
+    _logger.warning("%s %s can be read by others (mode %03o): chmod 600 it", option, file, mode)

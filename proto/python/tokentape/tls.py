@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokentape.file_signature import Signature, signature_of
 from tokentape.listen import ListenAddress, UnixAddress
+from tokentape.secret_file import reason_of
+
+
+class UnusableCertificate(ValueError):
+    """A server's certificate cannot be used; the message names the options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +27,42 @@ class ServerTls:
     client_ca_file: Path | None = None
     """Clients must show a certificate that these authorities have signed. Absent: they need none."""
 
+    def signatures(self) -> tuple[Signature | None, ...]:
+        """Return what the files are now; it changes when one of them is replaced."""
+        files = (self.certificate_file, self.key_file, self.client_ca_file)
+        return tuple(None if file is None else signature_of(file) for file in files)
+
+    def context(self) -> ssl.SSLContext:
+        """Return what serves with the files as they are now. Raises `UnusableCertificate` where they do not serve."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate_file, self.key_file, password=_no_password)
+        except (OSError, ValueError) as error:
+            told = f"--tls-certificate {self.certificate_file} with --tls-key {self.key_file}"
+            raise UnusableCertificate(f"{told} cannot be used: {reason_of(error)}") from error
+        if self.client_ca_file is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self.client_ca_file)
+            except OSError as error:
+                told = f"--tls-client-ca {self.client_ca_file}"
+                raise UnusableCertificate(f"{told} cannot be used: {reason_of(error)}") from error
+        return context
+
+
+def _no_password() -> str:
+    # Without this, OpenSSL would ask for it at the terminal.
+    raise ValueError("the key is encrypted: a server has nobody to ask for the password")
+
 
 def add_tls_options(parser: argparse.ArgumentParser) -> None:
     """Add a server's TLS options; `tls_from` reads them."""
     group = parser.add_argument_group("TLS")
     group.add_argument(
-        "--tls-certificate", type=Path, metavar="FILE", help="serve over TLS, with the certificate (PEM) in FILE"
+        "--tls-certificate",
+        type=Path,
+        metavar="FILE",
+        help="serve over TLS, with the certificate (PEM) in FILE; it is read again whenever it changes",
     )
     group.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     group.add_argument(
@@ -45,13 +82,6 @@ def tls_from(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Se
         if options.tls_client_ca is not None:
             parser.error("--tls-client-ca needs --tls-certificate and --tls-key")
         return None
-    for option, file in (
-        ("--tls-certificate", certificate),
-        ("--tls-key", key),
-        ("--tls-client-ca", options.tls_client_ca),
-    ):
-        if file is not None and not file.is_file():
-            parser.error(f"{option}: there is no file {file}")
     return ServerTls(certificate, key, options.tls_client_ca)
 
 

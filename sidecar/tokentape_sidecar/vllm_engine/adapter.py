@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
 import vllm
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
-from vllm.inputs import TokensPrompt
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tokentape_sidecar.engine import EngineCall, Model, Sink
+from tokentape_sidecar.engine_controls import EngineControls
 from tokentape_sidecar.errors import EngineBusy, EngineDead, EngineNotLoaded, InvalidArgument
-from tokentape_sidecar.vllm_engine import direct_path
+from tokentape_sidecar.vllm_engine import versions
+from tokentape_sidecar.vllm_engine.controls import EXTENSION, VllmControls
+from tokentape_sidecar.vllm_engine.direct_path import DirectPath
 from tokentape_sidecar.vllm_engine.guard import Guard
 from tokentape_sidecar.vllm_engine.loras import add_all, check_names, check_slots, lora_defaults, to_requests
 from tokentape_sidecar.vllm_engine.parameters import (
@@ -54,14 +58,15 @@ class VllmEngine:
         self._guard = guard
         self._loras = {lora.lora_name: lora for lora in loras}
         self._model = describe(engine, tokenizer_directory, list(self._loras))
-        direct = path == "direct" if path else direct_path.supported()
+        direct = path == "direct" if path else versions.direct_path_supported()
         if not direct and not path:
             logger.warning(
                 "vLLM %s is not one that the direct path was verified with; using its public deltas", vllm.__version__
             )
         self._weights = WeightObserver(engine)
-        make_path = direct_path.DirectPath if direct else PublicPath
+        make_path = DirectPath if direct else PublicPath
         self._path = make_path(engine, self._weights)
+        self._controls = VllmControls(engine, self._weights, self._path.drain)
 
     @classmethod
     async def load(
@@ -72,19 +77,23 @@ class VllmEngine:
         logprobs_mode: Literal["processed", "raw"],
         loras: Mapping[str, Path],
         arguments: Sequence[str],
+        otlp_traces_endpoint: str | None = None,
     ) -> Self:
         """Load a model into an engine of our own; `arguments` are vLLM's command-line options.
 
+        It sends its traces to `otlp_traces_endpoint`, a URL; `None`: it makes none, unless `arguments` say so.
         `loras` are the adapters that it serves beside the model: directories in PEFT's format, by name.
 
         Blocks the event loop for as long as vLLM takes to load. Raises `EngineNotLoaded` where it cannot.
         """
         name = served_model_name or model
         check_names(loras, name)
-        options = engine_arguments(model, arguments, lora_defaults(loras))
+        options = engine_arguments(model, arguments, {"worker_extension_cls": EXTENSION, **lora_defaults(loras)})
         check_slots(options.max_loras, len(loras))
         options.served_model_name = name
         options.logprobs_mode = "processed_logprobs" if logprobs_mode == "processed" else "raw_logprobs"
+        if otlp_traces_endpoint is not None:
+            _trace(options, otlp_traces_endpoint)
         try:
             engine = AsyncLLM.from_engine_args(options)
         except Exception as error:
@@ -133,21 +142,28 @@ class VllmEngine:
         """Whether it is paused, asleep, or busy with a call to its workers (see `engine.Engine`)."""
         return self._weights.held
 
+    @property
+    def controls(self) -> EngineControls:
+        """What pauses it, changes its weights and lets it sleep (see `engine.Engine`)."""
+        return self._controls
+
     async def submit(self, call: EngineCall, sink: Sink) -> None:
         """Start a request (see `engine.Engine`)."""
-        prompt = TokensPrompt(prompt_token_ids=list(call.prompt_token_ids))
-        if call.cache_salt:
-            prompt["cache_salt"] = call.cache_salt
+        # As vLLM's renderer would hand it on: nothing is left to be done to it.
+        prompt = tokens_input(list(call.prompt_token_ids), cache_salt=call.cache_salt or None)
         try:
             params = sampling_params(call.sampling, self._engine)
             lora = self._loras[call.lora_name] if call.lora_name else None
+            if call.trace_headers and not await self._engine.is_tracing_enabled():
+                # It would warn of headers that it has no use for.
+                call = replace(call, trace_headers={})
             await self._path.submit(call, prompt, params, sink, lora)
         except EngineDeadError:
             raise EngineDead("the engine is dead") from None
-        except GracefulHTTPError as error:
+        except versions.BUSY as error:
             # vLLM's admission control: its queue is full.
             raise EngineBusy(str(error)) from error
-        except (ValueError, VLLMClientError) as error:
+        except versions.REFUSED as error:
             raise InvalidArgument("sampling", str(error)) from error
 
     async def abort(self, call_id: str) -> None:
@@ -171,3 +187,10 @@ class VllmEngine:
         if self._guard is not None:
             await asyncio.to_thread(self._engine.shutdown)
             self._guard.close()
+
+
+def _trace(options: AsyncEngineArgs, endpoint: str) -> None:
+    # vLLM makes its spans of what it keeps for its statistics, and dies of the first request without.
+    if options.disable_log_stats:
+        raise EngineNotLoaded("--otlp-traces-endpoint: vLLM's traces need its statistics; no --disable-log-stats")
+    options.otlp_traces_endpoint = endpoint

@@ -4,13 +4,13 @@ vLLM keeps one `RequestState` per request and calls it for every step. This path
 that vLLM's handler, statistics, aborts and its count of unfinished requests stay as they are, while no output object,
 no queue and no task is made. What is used beyond vLLM's public interface, all of it here:
 
-- `AsyncLLM`: `input_processor`, `output_processor`, `engine_core` (and its `outputs_queue`), `_run_output_handler`,
-  `check_admission`;
+- `AsyncLLM`: `input_processor`, `output_processor`, `engine_core` (and its `outputs_queue`), `_run_output_handler`, and
+  what `versions` uses;
 - `OutputProcessor`: `request_states`, `external_req_ids`, and what it calls on a state: `track_weight_version`,
   `logprobs_processor.update_from_output`, `make_request_output`, `queue.put`;
 - `LogprobsLists`: the sampled token in column 0, the most probable ones after it.
 
-`supported` says for which versions this was verified; others take the public path.
+`versions` says for which releases this was verified; others take the public path.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import logging
 from copy import copy
 from typing import Any, cast
 
-import vllm
-from packaging.version import Version
 from typing_extensions import override
 from vllm import SamplingParams, envs
-from vllm.inputs import TokensPrompt
+from vllm.inputs import TokensInput
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VllmFinishReason
@@ -38,19 +36,12 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
 from tokentape_sidecar.errors import CallError, EngineDead
+from tokentape_sidecar.vllm_engine.versions import check_admission
 from tokentape_sidecar.weights import CallWeights, WeightObserver
 
 logger = logging.getLogger(__name__)
 
-_VERIFIED = (Version("0.32"), Version("0.33"))
-
 _DRAIN_SECONDS = 2.0
-
-
-def supported() -> bool:
-    """Whether the installed vLLM is one whose internals this path was verified with."""
-    first, beyond = _VERIFIED
-    return first <= Version(vllm.__version__) < beyond
 
 
 class DirectPath:
@@ -61,33 +52,35 @@ class DirectPath:
         self._observer = observer
 
     async def submit(
-        self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink, lora: LoRARequest | None
+        self, call: EngineCall, prompt: TokensInput, params: SamplingParams, sink: Sink, lora: LoRARequest | None
     ) -> None:
         """Start a request for each choice; vLLM's own errors pass through."""
         engine = self._engine
         if engine.errored:
             raise EngineDeadError
-        request = await engine.input_processor.process_inputs_async(
+        tasks = await engine.get_supported_tasks()
+        request = engine.input_processor.process_inputs(
             call.call_id,
             prompt,
             params,
-            supported_tasks=await engine.get_supported_tasks(),
+            supported_tasks=tasks,
             lora_request=lora,
             priority=call.priority,
+            trace_headers=call.trace_headers or None,
         )
         if engine.errored:
             # It died meanwhile, and has told those that were registered.
             raise EngineDeadError
         engine.input_processor.assign_request_id(request)
         engine._run_output_handler()  # pyright: ignore[reportPrivateUsage] - see the module
-        engine.check_admission(params.n, request.request_id)
+        check_admission(engine, params.n, request.request_id)
         requests = _one_per_choice(request)
         for choice, one in enumerate(requests):
             self._register(one, choice, call, sink)
         try:
             for one in requests:
                 # An abort may come between two of them, and the core must not get the rest.
-                if engine.output_processor.has_request(one.request_id):
+                if one.request_id in engine.output_processor.request_states:
                     await engine.engine_core.add_request_async(one)
         except BaseException:
             await engine.abort(call.call_id)
@@ -104,15 +97,15 @@ class DirectPath:
         await self._engine.engine_core.abort_requests_async(request_ids)
         try:
             async with asyncio.timeout(_DRAIN_SECONDS):
-                await self._drain()
+                await self.drain()
         except TimeoutError:
             logger.warning("the engine core is silent; call %s ends with what came until now", call_id)
         except EngineDeadError:
             pass
         await self._engine.abort(call_id)
 
-    async def _drain(self) -> None:
-        """Return when the handler has processed all that the core sent before it answered here."""
+    async def drain(self) -> None:
+        """Return when vLLM's handler has processed all that the core sent before it answered here."""
         await self._engine.is_paused()
         core, states = self._engine.engine_core, self._engine.output_processor.request_states
         assert isinstance(core, AsyncMPClient)
@@ -223,7 +216,7 @@ class _ChoiceState(RequestState):
             if new_token_ids:
                 self._write_tokens(new_token_ids)
         except Exception as error:
-            logger.exception("vLLM gave an unusable step")
+            logger.exception("vLLM gave the call %s an unusable step", self.external_req_id)
             self._sink.fail(error)
         if finish_reason is VllmFinishReason.ERROR:
             self._sink.fail(CallError("vLLM ended this call with an error"))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
+from vllm.inputs import TokensInput
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -36,11 +36,16 @@ class PublicPath:
         self._pumps: set[asyncio.Task[None]] = set()
 
     async def submit(
-        self, call: EngineCall, prompt: TokensPrompt, params: SamplingParams, sink: Sink, lora: LoRARequest | None
+        self, call: EngineCall, prompt: TokensInput, params: SamplingParams, sink: Sink, lora: LoRARequest | None
     ) -> None:
         """Start a request; vLLM's own errors pass through."""
         collector = await self._engine.add_request(
-            call.call_id, prompt, params, lora_request=lora, priority=call.priority
+            call.call_id,
+            prompt,
+            params,
+            lora_request=lora,
+            priority=call.priority,
+            trace_headers=call.trace_headers or None,
         )
         pump = asyncio.create_task(_pump(collector, sink, call, CallWeights(self._observer)))
         self._pumps.add(pump)
@@ -49,6 +54,9 @@ class PublicPath:
     async def abort(self, call_id: str) -> None:
         """End a call by vLLM's own abort; what the core had on its way is lost."""
         await self._engine.abort(call_id)
+
+    async def drain(self) -> None:
+        """Return at once: vLLM's own pause has waited a moment for what was on its way."""
 
     async def close(self) -> None:
         """Stop moving; the calls have ended by now."""
