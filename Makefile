@@ -34,10 +34,15 @@ demo: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run three math quest
 .PHONY: test
 test: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run every test, those on real vLLM and NeMo Gym included
 	$(call say,test: unit$(comma) contract and integration tests; PYTEST_ADDOPTS adds options)
-	@python -m pytest --ignore=tests/real
+	@python -m pytest -m 'not real' -n 2 --dist loadfile --durations=10
 	$(call say,test: on real vLLM and real NeMo Gym)
-	@# In a process of their own, and without the check of what the garbage collector finds: vLLM leaves it sockets.
-	@exec python -m pytest tests/real --require-real -p no:unraisableexception --durations=10
+	@# In one process of their own, and without the check of what the garbage collector finds: vLLM leaves it sockets.
+	@exec python -m pytest tests/real tests/integration -m real --require-real -p no:unraisableexception --durations=10
+
+.PHONY: soak
+soak: .venv/.stamp ## Run 1,000 rollouts at once for ten minutes, without a GPU; SOAK="--rollouts 100 --seconds 60" for less
+	$(call say,soak: a scripted sidecar$(comma) rollouts that disconnect and abort$(comma) and what is left open after)
+	@exec python -m bench.soak $(SOAK)
 
 .PHONY: check
 check: .venv/.stamp ## Lint, formats, types, imports between components, contract, generated code

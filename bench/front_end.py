@@ -32,7 +32,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.outputs import LogprobsLists
 
-from tokentape_sidecar.calls import CallRequest, Calls
+from tokentape_sidecar.call_request import CallRequest
+from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Sampling
 from tokentape_sidecar.vllm_engine import VllmEngine
 

@@ -2,7 +2,8 @@
 
 A test is real if it is in `tests/real` or carries `@pytest.mark.real`. Every run that has such tests ends by naming
 them, and, alone on its line, `real: N passed`. Under `--require-real` (what `make test` passes) the run fails unless
-there are real tests and each of them ran: skipped, deselected or never reached counts against it.
+there are real tests and each of them ran: skipped, deselected or never reached counts against it. The account is that
+of one process: pytest-xdist's `-n`, which is for the other tests, is refused under `--require-real`.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("require_real") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--require-real: counts the tests of one process; run it without -n")
     config.stash[_outcomes] = {}
 
 

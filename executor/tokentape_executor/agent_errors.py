@@ -8,6 +8,7 @@ means what the bridge said. Any other is the agent's own, that of a call to anot
 | not reached, or dropped the connection | | `PolicyUnavailable` |
 | 503, 504 | dead engine, no sidecar | `PolicyUnavailable` |
 | 404 `not_found` | the tape is gone | `TapeLost` |
+| 400 `stale_weights` | the weights changed during the call, more often than the tape allows | `WeightsChanged` |
 | other 4xx | bad request, full context, limit of the tape | `RolloutRefused` |
 | other 5xx | the engine failed the call | `SidecarFailed` |
 """
@@ -26,6 +27,7 @@ from tokentape_executor.errors import (
     RolloutRefused,
     SidecarFailed,
     TapeLost,
+    WeightsChanged,
 )
 from tokentape_executor.rollout_client import RolloutClient
 
@@ -52,6 +54,8 @@ def _of_policy(error: openai.APIConnectionError | openai.APIStatusError) -> Roll
         return PolicyUnavailable(told)
     if error.code == "not_found":
         return TapeLost(told)
+    if error.code == "stale_weights":
+        return WeightsChanged(told)
     return SidecarFailed(told) if error.status_code >= _SERVER_ERROR else RolloutRefused(told)
 
 

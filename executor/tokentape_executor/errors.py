@@ -58,6 +58,12 @@ class RolloutRefused(RolloutError):
     """The sidecar refused what the rollout asked for; asking again would not help."""
 
 
+class WeightsChanged(RolloutError):
+    """The weights changed more often during a call than the rollout allows (`max_weight_changes`)."""
+
+    retryable = True
+
+
 class SidecarFailed(RolloutError):
     """The sidecar, or its engine in one call, had an error of its own."""
 
@@ -109,6 +115,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[RolloutError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: SidecarUnavailable,
     grpc.StatusCode.RESOURCE_EXHAUSTED: SidecarOverloaded,
     grpc.StatusCode.NOT_FOUND: TapeLost,
+    grpc.StatusCode.ABORTED: WeightsChanged,
     grpc.StatusCode.INVALID_ARGUMENT: RolloutRefused,
     grpc.StatusCode.OUT_OF_RANGE: RolloutRefused,
     grpc.StatusCode.FAILED_PRECONDITION: RolloutRefused,

@@ -26,13 +26,18 @@ class RolloutLimits:
     """Most calls; the bridge refuses later ones with the code `limit_reached`."""
     max_sampled_tokens: int | None = None
     """Most tokens sampled: calls are clamped to what is left, and then refused with the code `limit_reached`."""
+    max_weight_changes: int | None = None
+    """Most changes of the weights that a call may live through after its first token; 0: none. A call that meets one
+    more fails with the code `stale_weights`."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` where a limit is not above 0."""
+        """Raise `ValueError` where a limit is not above 0; `max_weight_changes` may be 0."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{field.name}: must be above 0 (None: no limit), not {value}")
+            least_is_0 = field.name == "max_weight_changes"
+            if value is not None and (value < 0 or (value == 0 and not least_is_0)):
+                least = "0 or more" if least_is_0 else "above 0"
+                raise ValueError(f"{field.name}: must be {least} (None: no limit), not {value}")
 
     @classmethod
     def from_settings(cls, settings: ExecutorSettings) -> Self:
@@ -42,6 +47,7 @@ class RolloutLimits:
             turn_seconds=settings.turn_timeout_seconds,
             max_turns=settings.max_turns,
             max_sampled_tokens=settings.max_sampled_tokens,
+            max_weight_changes=settings.max_weight_changes,
         )
 
     def on_tape(self, options: TapeOptions) -> TapeOptions:
@@ -50,6 +56,7 @@ class RolloutLimits:
             options,
             max_calls=_smaller(self.max_turns, options.max_calls),
             max_sampled_tokens=_smaller(self.max_sampled_tokens, options.max_sampled_tokens),
+            max_weight_changes=_smaller(self.max_weight_changes, options.max_weight_changes),
         )
 
 

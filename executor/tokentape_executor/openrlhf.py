@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tokentape.channel import dial
-from tokentape.listen import ListenAddress
 from tokentape_executor._openrlhf_base import AgentExecutorBase
 from tokentape_executor._openrlhf_services import (
     EmbeddedPolicy,
@@ -44,6 +43,7 @@ from tokentape_executor.node import NodeMember, NodeSpec
 from tokentape_executor.openrlhf_result import openrlhf_result
 from tokentape_executor.policy import Policy
 from tokentape_executor.prepare import prepare_data, task_of
+from tokentape_executor.private_socket import PrivateSocket
 from tokentape_executor.rollout import Row
 from tokentape_executor.sampling_policy import sampling_policy
 from tokentape_executor.settings import ExecutorSettings
@@ -76,7 +76,7 @@ class AgentExecutor(AgentExecutorBase):
     sidecar_name: str = ""
     """Set by `_start_vllm_server`: the sidecar's name, the part of tape ids before the dot."""
     sidecar_address: str = ""
-    """Set by `_start_vllm_server`: the sidecar's gRPC address."""
+    """Set by `_start_vllm_server`: the sidecar's gRPC address, a Unix socket that only this user can reach."""
     policy_model_name: str = ""
     """Set by `_start_vllm_server`: what agents call the policy."""
     policy_base_url: str = ""
@@ -187,8 +187,10 @@ class AgentExecutor(AgentExecutorBase):
             await asyncio.to_thread(hf_tokenizer.save_pretrained, directory)
             engine = self._attach(llm_engine, Path(directory))
             services.on_loop.push_async_callback(engine.close)
+            socket = PrivateSocket()
+            services.on_loop.callback(socket.remove)
             sidecar = await Sidecar.start(
-                engine, data=Listener(ListenAddress("127.0.0.1", 0)), name=f"openrlhf-{secrets.token_hex(4)}"
+                engine, data=Listener(socket.address), name=f"openrlhf-{secrets.token_hex(4)}"
             )
         services.on_loop.push_async_callback(sidecar.stop, grace_seconds=0.0)
         self.sidecar_name, self.sidecar_address = sidecar.name, sidecar.address

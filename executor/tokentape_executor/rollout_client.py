@@ -9,6 +9,8 @@ from typing import Any, Self
 
 import openai
 
+from tokentape_executor.log_redaction import hide_tapes
+
 _API = "/v1"
 
 NO_KEY = "none"
@@ -23,6 +25,7 @@ class RolloutClient(openai.AsyncOpenAI):
 
     def __init__(self, *, tape_id: str, model: str, **options: Any) -> None:
         """`options`: as `AsyncOpenAI` takes them."""
+        hide_tapes()
         super().__init__(**options)
         self.tape_id = tape_id
         """The rollout's tape; the last part but one of the base URL."""

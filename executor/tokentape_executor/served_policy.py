@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
+from tokentape.access import OPEN, Access
 from tokentape.channel import dial
 from tokentape.v1 import generation_pb2, generation_pb2_grpc
 from tokentape_executor.errors import from_rpc_error
@@ -43,26 +44,30 @@ async def open_policy(
     bridge: str | None = None,
     api_key: str = NO_KEY,
     settings: ExecutorSettings | None = None,
+    access: Access = OPEN,
 ) -> AsyncGenerator[Policy]:
-    """Connect to the sidecar at `sidecar` (`HOST:PORT`); yield the policy, for rollouts on the running event loop.
+    """Connect to the sidecar at `sidecar`; yield the policy, for rollouts on the running event loop.
 
-    `bridge` is the base URL (`http://HOST:PORT/v1`) of a bridge that routes to it, `api_key` one of the keys of its
-    `--api-key-file`; `None` starts one, which the group of the settings (by default those of the environment) shares on
-    this machine. Raises `ValueError` where `bridge` is no such URL, `SidecarUnavailable` where no sidecar answers,
-    `StartFailed` where the bridge does not start.
+    `sidecar` is `HOST:PORT` or `unix:/PATH`, and lets in those with `access`. `bridge` is the base URL
+    (`http://HOST:PORT/v1`) of a bridge that routes to it, `api_key` one of the keys of its `--api-key-file`; `None`
+    starts one, with the same access, which the group of the settings (by default those of the environment) shares on
+    this machine.
+
+    Raises `ValueError` where `bridge` is no such URL or `access` cannot be used, `SidecarUnavailable` where no sidecar
+    answers, `RolloutRefused` where it lets in nobody with this token, `StartFailed` where the bridge does not start.
     """
     if bridge is not None and not bridge.startswith(("http://", "https://")):
         raise ValueError(f"bridge: {bridge!r} is not a URL, as in http://127.0.0.1:8000/v1")
     settings = settings or ExecutorSettings.from_environment()
     async with contextlib.AsyncExitStack() as stack:
-        channel = await stack.enter_async_context(dial(sidecar))
+        channel = await stack.enter_async_context(dial(sidecar, access))
         model = await _model(channel, sidecar)
         tapes = TapeClient(channel, model.sidecar_name, time_to_live_seconds=settings.tape_time_to_live_seconds)
         if bridge is not None:
             yield _GivenBridge(tapes, model.name, bridge, api_key)
             return
         group = settings.node_group or f"policy-{secrets.token_hex(8)}"
-        spec = NodeSpec.from_settings(settings, group=group, policy_model_name=None)
+        spec = NodeSpec.from_settings(settings, group=group, policy_model_name=None, access=access)
         member = await NodeMember.join(spec, {model.sidecar_name: sidecar})
         stack.push_async_callback(asyncio.to_thread, member.leave)
         yield NodePolicy(tapes, model.name, member)

@@ -1,27 +1,29 @@
 """Settings of the executor, read once from the environment.
 
-| variable                  | meaning                                            | default                     |
-|---------------------------|----------------------------------------------------|-----------------------------|
-| TOKENTAPE_GYM_VENV        | virtual environment with nemo-gym 0.4 or newer     | `.venv-gym` beside this one |
-| TOKENTAPE_GYM_CONFIGS     | Gym's configuration files, separated by commas     | math_with_judge, vllm_model |
-| TOKENTAPE_GYM_OVERRIDES   | changes to them, Hydra's, split as in a shell      | none                        |
-| TOKENTAPE_GYM_AGENT       | the agent that runs rows without an `agent_ref`    | its simple agent            |
-| TOKENTAPE_GYM_URL         | head server of a running Gym to use instead        | none: one is started        |
-| TOKENTAPE_NODE_GROUP      | executors of one group on a node share its Gym and | in Ray: the job; else each  |
-|                           | bridge                                             | process has its own         |
-| TOKENTAPE_BRIDGE_OPTIONS  | more of `tokentape-bridge --help`, as in a shell   | none                        |
-| TOKENTAPE_START_TIMEOUT   | seconds that each process may take to be ready     | 120                         |
-| TOKENTAPE_ROLLOUT_TIMEOUT | seconds that one rollout may take; 0: no limit     | 0                           |
-| TOKENTAPE_TURN_TIMEOUT    | seconds from one call's end to the next; 0: none   | 0                           |
-| TOKENTAPE_MAX_TURNS       | most calls of one rollout; 0: no limit             | 0                           |
-| TOKENTAPE_MAX_SAMPLED     | most tokens sampled in one rollout; 0: no limit    | 0                           |
-| TOKENTAPE_KEEP_REASONING  | 1: later prompts keep reasoning that the template  | 0                           |
-|                           | would strip                                        |                             |
-| TOKENTAPE_RETRIES         | how often a failed rollout is run again            | 2                           |
-| TOKENTAPE_ON_FAILURE      | then `raise`, or `placeholder`: a sample of one    | raise                       |
-|                           | token, flagged                                     |                             |
-| TOKENTAPE_TAPE_KEEPING    | seconds that the sidecar keeps a rollout's tape    | 60                          |
-| TOKENTAPE_LOG_DIR         | where the processes' logs go; they are kept there  | a temporary directory       |
+| variable                     | meaning                                            | default                     |
+|------------------------------|----------------------------------------------------|-----------------------------|
+| TOKENTAPE_GYM_VENV           | virtual environment with nemo-gym 0.4 or newer     | `.venv-gym` beside this one |
+| TOKENTAPE_GYM_CONFIGS        | Gym's configuration files, separated by commas     | math_with_judge, vllm_model |
+| TOKENTAPE_GYM_OVERRIDES      | changes to them, Hydra's, split as in a shell      | none                        |
+| TOKENTAPE_GYM_AGENT          | the agent that runs rows without an `agent_ref`    | its simple agent            |
+| TOKENTAPE_GYM_URL            | head server of a running Gym to use instead        | none: one is started        |
+| TOKENTAPE_NODE_GROUP         | executors of one group on a node share its Gym and | in Ray: the job; else each  |
+|                              | bridge                                             | process has its own         |
+| TOKENTAPE_BRIDGE_OPTIONS     | more of `tokentape-bridge --help`, as in a shell   | none                        |
+| TOKENTAPE_START_TIMEOUT      | seconds that each process may take to be ready     | 120                         |
+| TOKENTAPE_ROLLOUT_TIMEOUT    | seconds that one rollout may take; 0: no limit     | 0                           |
+| TOKENTAPE_TURN_TIMEOUT       | seconds from one call's end to the next; 0: none   | 0                           |
+| TOKENTAPE_MAX_TURNS          | most calls of one rollout; 0: no limit             | 0                           |
+| TOKENTAPE_MAX_SAMPLED        | most tokens sampled in one rollout; 0: no limit    | 0                           |
+| TOKENTAPE_MAX_WEIGHT_CHANGES | most changes of the weights that a call may live   | any number                  |
+|                              | through after its first token; 0: none             |                             |
+| TOKENTAPE_KEEP_REASONING     | 1: later prompts keep reasoning that the template  | 0                           |
+|                              | would strip                                        |                             |
+| TOKENTAPE_RETRIES            | how often a failed rollout is run again            | 2                           |
+| TOKENTAPE_ON_FAILURE         | then `raise`, or `placeholder`: a sample of one    | raise                       |
+|                              | token, flagged                                     |                             |
+| TOKENTAPE_TAPE_KEEPING       | seconds that the sidecar keeps a rollout's tape    | 60                          |
+| TOKENTAPE_LOG_DIR            | where the processes' logs go; they are kept there  | a temporary directory       |
 """
 
 from __future__ import annotations
@@ -86,6 +88,8 @@ class ExecutorSettings:
     """Most calls of one rollout; later ones are refused. `None`: any number."""
     max_sampled_tokens: int | None = None
     """Most tokens sampled in one rollout. `None`: any number."""
+    max_weight_changes: int | None = None
+    """Most changes of the weights that a call may live through after its first token; 0: none. `None`: any number."""
     keep_reasoning: bool = False
     """Whether later prompts keep reasoning that the chat template would strip."""
     retries: int = 2
@@ -115,6 +119,7 @@ class ExecutorSettings:
             turn_timeout_seconds=_seconds(environment, "TOKENTAPE_TURN_TIMEOUT"),
             max_turns=_count(environment, "TOKENTAPE_MAX_TURNS") or None,
             max_sampled_tokens=_count(environment, "TOKENTAPE_MAX_SAMPLED") or None,
+            max_weight_changes=_count(environment, "TOKENTAPE_MAX_WEIGHT_CHANGES"),
             keep_reasoning=bool(_count(environment, "TOKENTAPE_KEEP_REASONING")),
             retries=2 if (retries := _count(environment, "TOKENTAPE_RETRIES")) is None else retries,
             on_failure=_on_failure(environment, "TOKENTAPE_ON_FAILURE"),

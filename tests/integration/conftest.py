@@ -19,7 +19,7 @@ from support.tokenizers import tokenizer_directory
 
 __all__ = ["open_agent", "start_rig", "tokenizer_directory"]
 
-START_SECONDS = 45
+START_SECONDS = 90
 
 
 class ServerProcess:
@@ -63,7 +63,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                status = self.process.wait(timeout=15)
+                status = self.process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 self.kill()
                 raise

@@ -13,7 +13,6 @@ import pytest
 from support.agent import TOOLS, Agent, Json, message_of, outcome, reply_to, user
 from support.rig import SIDECARS, OpenAgent
 
-pytestmark = pytest.mark.timeout(60)
 ARGUMENTS = {"p": "a", "q": [1.0, {"y": None, "x": True}]}
 
 both_kinds = pytest.mark.parametrize("kind", SIDECARS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import httpx
 import pytest
 
 from support.answering import AnsweringEngine, AnsweringSidecar, answering_sidecar
-from support.field_table import read_table
+from support.field_table import CALL, cells, last_call, read_table, write_showing_tokenizer
 from support.message_fields import BASE, EXAMPLES, ROUTES, SECTION
 from support.messages import Json
 
@@ -20,29 +19,14 @@ if TYPE_CHECKING:
     from integration.conftest import Bridge, StartBridge
 
 PATHS = {"Messages": "/v1/messages", "Count tokens": "/v1/messages/count_tokens"}
-CALL = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
-# It shows all that it is given; transformers looks for the word "content" in it.
-TEMPLATE = """{# content #}{{ tools | tojson }}{{ reasoning_effort }}{{ shout }}{{ enable_thinking }}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message | tojson }}<|im_end|>
-{% endfor %}<|im_start|>assistant
-"""
 
 HERE = Path(__file__).parents[2]
-CELLS = [
-    pytest.param(route, field, status, id=f"{route}-{field}")
-    for route, column in read_table(HERE, SECTION, ROUTES).items()
-    for field, status in column.items()
-    if status
-]
 
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Iterator[AnsweringSidecar]:
     directory = tmp_path_factory.mktemp("tokenizer")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / name).write_bytes((model_directory / name).read_bytes())
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    write_showing_tokenizer(directory, model_directory)
     engine = AnsweringEngine(directory, f"Hi there\n{CALL}\n{CALL}", end=2, vocabulary_size=49152)
     with answering_sidecar(engine, "a") as running:
         yield running
@@ -62,7 +46,7 @@ def essence(response: httpx.Response) -> Any:
     return json.loads(response.text.replace(call_id, ""))
 
 
-@pytest.mark.parametrize(("route", "field", "status"), CELLS)
+@pytest.mark.parametrize(("route", "field", "status"), cells(read_table(HERE, SECTION, ROUTES)))
 def test_a_field_does_what_the_table_says(
     bridge: Bridge, sidecar: AnsweringSidecar, route: str, field: str, status: str
 ) -> None:
@@ -72,7 +56,7 @@ def test_a_field_does_what_the_table_says(
     answers: list[httpx.Response] = []
     for body in (base | example.before, base | example.asked):
         answers.append(bridge.client.post(PATHS[route], json=body))
-        asked.append([replace(call, call_id="") for call in sidecar.calls[-1:]])
+        asked.append(last_call(sidecar))
     before, after = answers
     assert before.status_code == 200, before.text
     changes = asked[0] != asked[1] or essence(before) != essence(after)

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 
-from support.answering import OTHER_TOKENS_SEED, AnsweringEngine, AnsweringSidecar, answering_sidecar
-from support.tokenizers import KINDS, TokenizerDirectory
-from tokentape_sidecar.errors import NotFound
+from support.answering import AnsweringSidecar
+from support.qwen_bridge import (
+    CHAT,
+    QUESTION,
+    RESULT,
+    TOOLS,
+    Json,
+    ask,
+    bridge,
+    calling,
+    prompt_of,
+    refusal,
+    says_hi,
+    sidecar,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from integration.conftest import Bridge, StartBridge
 
-Json = dict[str, Any]
+__all__ = ["bridge", "says_hi", "sidecar"]
 
-CHAT = "/v1/chat/completions"
-END = KINDS["qwen3"].stop_token_ids[0]
-VOCABULARY = 151936
-PADDING = 151672
-"""An id that the model has and the tokenizer has not."""
 
-QUESTION: Json = {"role": "user", "content": "Weather?"}
-TOOLS: list[Json] = [
-    {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": {"p": {"type": "string"}}}},
-    }
-    for name in ("weather", "shell")
-]
 NAMED: Json = {"type": "function", "function": {"name": "weather"}}
+
 ODD = "mkdir -p test/{a,b </tool_call> c"
 
 
@@ -41,63 +40,10 @@ def written(name: str = "weather", **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def calling(content: Any = None, **fields: Any) -> Json:
-    """An assistant message with a call."""
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"p": "Oslo"}'}}
-    return {"role": "assistant", "content": content, "tool_calls": [call], **fields}
-
-
-RESULT: Json = {"role": "tool", "tool_call_id": "c1", "content": "22C sunny"}
-
-
-@pytest.fixture(scope="module")
-def sidecar(tokenizer_directory: TokenizerDirectory) -> Iterator[AnsweringSidecar]:
-    engine = AnsweringEngine(tokenizer_directory("qwen3"), "Hi.", end=END, vocabulary_size=VOCABULARY)
-    with answering_sidecar(engine, "a") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def bridge(start_bridge: StartBridge, sidecar: AnsweringSidecar) -> Bridge:
-    return start_bridge(a=sidecar.address).wait_healthy()
-
-
 @pytest.fixture(scope="module")
 def unparsed(start_bridge: StartBridge, sidecar: AnsweringSidecar) -> Bridge:
     """A bridge that leaves reasoning in the content."""
     return start_bridge("--reasoning-parser", "none", a=sidecar.address).wait_healthy()
-
-
-@pytest.fixture(autouse=True)
-def says_hi(sidecar: AnsweringSidecar) -> None:
-    sidecar.engine.say("Hi.")
-
-
-def ask(bridge: Bridge, messages: list[Json] | None = None, **fields: Any) -> Json:
-    response = bridge.client.post(CHAT, json={"messages": messages or [QUESTION], **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def refusal(bridge: Bridge, messages: list[Json], **fields: Any) -> Json:
-    response = bridge.client.post(CHAT, json={"messages": messages, **fields})
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
-
-
-def prompt_of(bridge: Bridge, sidecar: AnsweringSidecar, messages: list[Json], **fields: Any) -> list[int]:
-    """The prompt's ids: by the answer, by the engine, and by /tokenize, which must agree."""
-    body = ask(bridge, messages, return_token_ids=True, **fields)
-    prompt = list(sidecar.calls[-1].prompt_token_ids)
-    assert body["prompt_token_ids"] == prompt
-    tokenized = bridge.client.post("/tokenize", json={"messages": messages, **fields}).json()
-    assert tokenized["tokens"] == prompt
-    assert tokenized["count"] == len(prompt)
-    return prompt
-
-
-def text_of(bridge: Bridge, token_ids: list[int]) -> str:
-    return bridge.client.post("/detokenize", json={"tokens": token_ids}).json()["prompt"]
 
 
 def both_ways(bridge: Bridge, **fields: Any) -> list[tuple[Json, str]]:
@@ -306,127 +252,3 @@ def test_reasoning_that_is_cut_empty_or_off_B11(
     whole, streamed = both_ways(unparsed, **fields)
     assert whole == streamed
     assert (whole[0]["content"], "reasoning_content" in whole[0]) == (text, False)
-
-
-SHAPES: list[Json] = [
-    {},
-    {"tools": TOOLS},
-    {"chat_template_kwargs": {"enable_thinking": False}},
-    {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}, "required_prefix_token_ids": [1, 2, 3]},
-    {"add_generation_prompt": False},
-    {"reasoning_effort": "low"},
-]
-
-
-@pytest.mark.parametrize("fields", SHAPES, ids=str)
-def test_tokenize_is_the_chats_prompt_B13(bridge: Bridge, sidecar: AnsweringSidecar, fields: Json) -> None:
-    prompt = prompt_of(bridge, sidecar, [QUESTION, calling(""), RESULT], **fields)
-    text = text_of(bridge, prompt)
-    # Qwen3's template renders what it was given, and detokenizing gives that back.
-    assert text.startswith("<|im_start|>")
-    assert ("<tools>" in text) == ("tools" in fields)
-    assert bridge.client.post("/tokenize", json={"prompt": text}).json()["tokens"] == prompt
-
-
-def test_tokenize_on_a_tape_is_the_continued_prompt_B13(bridge: Bridge, sidecar: AnsweringSidecar) -> None:
-    tape = sidecar.run(sidecar.client.open_tape())
-    fields: Json = {"metadata": {"tape_id": tape.tape_id}}
-    sidecar.engine.say("Hello.")
-    seeds = (None, OTHER_TOKENS_SEED)
-    answers = [ask(bridge, return_token_ids=True, seed=seed, **fields) for seed in seeds]
-    asked = answers[0]["prompt_token_ids"]
-    completions = [answer["choices"][0]["token_ids"] for answer in answers]
-    assert completions[0] != completions[1]
-    history = [QUESTION, {"role": "assistant", "content": "Hello."}, QUESTION]
-    for completion in completions:
-        prefix = asked + completion
-        prompt = prompt_of(bridge, sidecar, history, required_prefix_token_ids=prefix, **fields)
-        assert prompt[: len(prefix)] == prefix
-    under = bridge.client.post(f"/tapes/{tape.tape_id}/tokenize", json={"messages": history})
-    assert under.json()["tokens"][: len(asked) + 1] == [*asked, completions[1][0]]
-
-
-def test_tokens_have_their_own_texts(bridge: Bridge) -> None:
-    body = {"prompt": "Hi there<|im_end|>", "return_token_strs": True}
-    answer = bridge.client.post("/tokenize", json=body).json()
-    assert answer["token_strs"] == ["Hi", "\u0120there", "<|im_end|>"]
-
-
-def test_a_final_message_stays_open_B13(bridge: Bridge, sidecar: AnsweringSidecar) -> None:
-    begun = [QUESTION, {"role": "assistant", "content": "It is <|im_end|> sunny and"}]
-    prompt = prompt_of(bridge, sidecar, begun, continue_final_message=True)
-    assert text_of(bridge, prompt).endswith("It is <|im_end|> sunny and")
-    # What spells a special token is plain text here as everywhere.
-    assert prompt.count(END) == prompt_of(bridge, sidecar, [QUESTION], add_generation_prompt=False).count(END)
-    [choice] = ask(bridge, begun, continue_final_message=True)["choices"]
-    assert choice["message"]["content"] == "Hi."
-
-
-@pytest.mark.parametrize(
-    ("messages", "fields"),
-    [
-        ([QUESTION], {}),
-        ([QUESTION, {"role": "assistant", "content": "Well"}], {"add_generation_prompt": True}),
-        ([QUESTION, calling("Well")], {}),
-    ],
-)
-def test_a_final_message_that_cannot_be_continued_is_refused(
-    bridge: Bridge, messages: list[Json], fields: Json
-) -> None:
-    assert refusal(bridge, messages, continue_final_message=True, **fields)["param"] == "continue_final_message"
-
-
-def test_a_continued_message_begins_a_new_sample(bridge: Bridge, sidecar: AnsweringSidecar) -> None:
-    tape = sidecar.run(sidecar.client.open_tape())
-    fields: Json = {"metadata": {"tape_id": tape.tape_id}}
-    ask(bridge, **fields)
-    body = ask(bridge, [QUESTION, {"role": "assistant", "content": "Hi."}], continue_final_message=True, **fields)
-    assert (body["tokentape"]["prefix"], body["tokentape"]["split_cause"]) == ("new", "history_edited")
-
-
-@pytest.mark.parametrize("tokens", [[-1], [5, VOCABULARY], [2**32], [2**70]], ids=str)
-def test_ids_that_are_none_are_refused_by_detokenize_A10(bridge: Bridge, tokens: list[int]) -> None:
-    response = bridge.client.post("/detokenize", json={"tokens": tokens})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == f"tokens.{len(tokens) - 1}"
-    assert text_of(bridge, [9707]) == "Hello"
-
-
-@pytest.mark.parametrize(
-    "body", [{}, {"tokens": "a"}, {"tokens": ["a"]}, {"tokens": [True]}, {"tokens": None}], ids=str
-)
-def test_what_is_no_list_of_ids_is_refused_by_detokenize_A10(bridge: Bridge, body: Json) -> None:
-    response = bridge.client.post("/detokenize", json=body)
-    assert (response.status_code, response.json()["error"]["param"].partition(".")[0]) == (400, "tokens")
-
-
-def test_a_sampled_id_of_the_padding_area_has_no_text_A10(bridge: Bridge, sidecar: AnsweringSidecar) -> None:
-    sidecar.engine.answer = [9707, PADDING, END]
-    fields: Json = {"logprobs": True, "return_token_ids": True}
-    [choice] = ask(bridge, **fields)["choices"]
-    assert choice["token_ids"] == [9707, PADDING, END]
-    assert choice["message"]["content"] == "Hello"
-    entry = choice["logprobs"]["content"][1]
-    assert (entry["token"], entry["logprob"], entry["bytes"]) == ("", -0.5, [])
-    response: httpx.Response = bridge.client.post(CHAT, json={"messages": [QUESTION], "stream": True, **fields})
-    assert response.text.rstrip().endswith("data: [DONE]")
-    assert f"{PADDING}" in response.text
-    assert text_of(bridge, [9707, PADDING]) == "Hello"
-
-
-def test_choices_are_counted_together_and_the_prompt_once_A13(bridge: Bridge, sidecar: AnsweringSidecar) -> None:
-    body = ask(bridge, n=2, return_token_ids=True)
-    assert [choice["index"] for choice in body["choices"]] == [0, 1]
-    assert [choice["token_ids"] for choice in body["choices"]] == [sidecar.engine.answer] * 2
-    assert body["usage"]["completion_tokens"] == 2 * len(sidecar.engine.answer)
-    assert body["usage"]["prompt_tokens"] == len(body["prompt_token_ids"])
-
-
-def test_an_unknown_adapter_is_an_unknown_model(bridge: Bridge, sidecar: AnsweringSidecar) -> None:
-    # As a sidecar says it that has come back without the adapter, before the bridge has noticed.
-    sidecar.engine.refusal = NotFound("lora_name: no LoRA adapter 'x' is loaded; there are: none")
-    try:
-        response = bridge.client.post(CHAT, json={"messages": [QUESTION], "model": "toy"})
-    finally:
-        sidecar.engine.refusal = None
-    assert (response.status_code, response.json()["error"]["param"]) == (404, "model")

@@ -13,7 +13,6 @@ from support.rig import SIDECARS, OpenAgent, StartRig
 if TYPE_CHECKING:
     from integration.conftest import Bridge, StartBridge
 
-pytestmark = pytest.mark.timeout(60)
 
 both_kinds = pytest.mark.parametrize("kind", SIDECARS)
 

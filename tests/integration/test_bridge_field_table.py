@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +12,7 @@ import pytest
 
 from support.answering import OTHER_TOKENS_SEED, AnsweringEngine, AnsweringSidecar, answering_sidecar
 from support.field_examples import BASES, EXAMPLES, FIRST, QUESTION, SECOND, TAPE, Example, Json
-from support.field_table import read_table
+from support.field_table import CALL, cells, last_call, read_table, write_showing_tokenizer
 
 if TYPE_CHECKING:
     from integration.conftest import Bridge, StartBridge
@@ -24,31 +23,15 @@ PATHS = {
     "Tokenize": "/tokenize",
     "Detokenize": "/detokenize",
 }
-CALLS = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
-ANSWER = f"Hi<|endoftext|> there\n{CALLS}\n{CALLS}"
-# It shows all that it is given.
-TEMPLATE = """{# transformers looks for the word "content" here #}{{ tools | tojson }}{{ reasoning_effort }}{{ shout }}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message | tojson }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+ANSWER = f"Hi<|endoftext|> there\n{CALL}\n{CALL}"
 
 HERE = Path(__file__).parents[2]
-CELLS = [
-    pytest.param(route, field, status, id=f"{route}-{field}")
-    for route, column in read_table(HERE).items()
-    for field, status in column.items()
-    if status
-]
 
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory, model_directory: Path) -> Iterator[AnsweringSidecar]:
     directory = tmp_path_factory.mktemp("tokenizer")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (directory / name).write_bytes((model_directory / name).read_bytes())
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    write_showing_tokenizer(directory, model_directory)
     engine = AnsweringEngine(directory, ANSWER, end=2, vocabulary_size=49152, lora_names=("adapter",))
     with answering_sidecar(engine, "a") as running:
         yield running
@@ -105,7 +88,7 @@ def essence(response: httpx.Response) -> Any:
     return json.loads(text) | {"created": 0}
 
 
-@pytest.mark.parametrize(("route", "field", "status"), CELLS)
+@pytest.mark.parametrize(("route", "field", "status"), cells(read_table(HERE)))
 def test_a_field_does_what_the_table_says(
     bridge: Bridge, sidecar: AnsweringSidecar, route: str, field: str, status: str
 ) -> None:
@@ -113,10 +96,9 @@ def test_a_field_does_what_the_table_says(
     needs_tape = TAPE in json.dumps([example.value, example.beside])
     without, with_it = body_with(route, field, example, places_of(bridge, sidecar) if needs_tape else {})
     before = bridge.client.post(PATHS[route], json=without)
-    asked_before = sidecar.calls[-1:]
+    asked_before = last_call(sidecar)
     after = bridge.client.post(PATHS[route], json=with_it)
-    asked = sidecar.calls[-1:]
-    changes_call = [replace(call, call_id="") for call in asked] != [replace(call, call_id="") for call in asked_before]
+    changes_call = last_call(sidecar) != asked_before
     path = field.replace("[]", ".1")
     match status:
         case "refused":

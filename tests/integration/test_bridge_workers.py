@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,11 +17,13 @@ import psutil
 import pytest
 
 from support.metrics import samples_of
+from tokentape_bridge import metrics_directory
 
 if TYPE_CHECKING:
     from integration.conftest import Bridge, ServerProcess, StartBridge, StartSidecar
 
 CHAT = "/v1/chat/completions"
+METRICS = "tokentape-bridge-metrics-*"
 ANSWERED = ("http_requests_total", "POST", CHAT, "200")
 
 
@@ -39,7 +42,7 @@ def workers_of(bridge: Bridge) -> list[psutil.Process]:
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -98,7 +101,7 @@ def test_a_signal_to_the_parent_lets_requests_finish_and_leaves_no_worker(
     timer = subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -TERM {bridge.process.pid}"])
     assert bridge.chat().status_code == 200
     timer.wait()
-    assert bridge.process.wait(timeout=25) == 0
+    assert bridge.process.wait(timeout=60) == 0
     assert not any(worker.is_running() for worker in workers)
     with pytest.raises(httpx.ConnectError):
         bridge.client.get("/version")
@@ -112,17 +115,27 @@ def test_a_second_signal_ends_all_at_once(start_bridge: StartBridge, start_sidec
     with pytest.raises(httpx.HTTPError):
         bridge.chat()
     timer.wait()
-    assert bridge.process.wait(timeout=25) == 0
+    assert bridge.process.wait(timeout=60) == 0
     assert not any(worker.is_running() for worker in workers)
 
 
-def test_workers_end_when_their_parent_is_killed(start_bridge: StartBridge, sidecar: ServerProcess) -> None:
+def test_workers_end_when_their_parent_is_killed_and_their_directory_is_swept(
+    start_bridge: StartBridge, sidecar: ServerProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     bridge = start_bridge("--workers", "2", a=sidecar.address)
     workers = workers_of(bridge)
+    (directory,) = tmp_path.glob(METRICS)
+    metrics_directory.sweep()
+    assert directory.exists()
     bridge.kill()
     eventually(lambda: not any(worker.is_running() for worker in workers))
     with pytest.raises(httpx.ConnectError):
         bridge.client.get("/version")
+    assert directory.exists()
+    metrics_directory.sweep()
+    assert list(tmp_path.glob(METRICS)) == []
 
 
 def test_the_whole_group_may_be_signalled(tmp_path: Path) -> None:
@@ -137,7 +150,7 @@ def test_the_whole_group_may_be_signalled(tmp_path: Path) -> None:
         workers = psutil.Process(process.pid).children()
         for one in (psutil.Process(process.pid), *workers):
             one.send_signal(signal.SIGINT)
-        assert process.wait(timeout=25) == 0
+        assert process.wait(timeout=60) == 0
         assert not any(worker.is_running() for worker in workers)
     finally:
         process.kill()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.rollouts import Batch, Played, ask, policies, says, slow
+from support.rollouts import Batch, Played, ask, asks_once, fails, policies, says, slow
 from support.waiting import eventually
 from tokentape_executor.errors import (
     AgentFailed,
@@ -153,12 +153,8 @@ async def test_what_would_fail_again_is_not_run_again(policies: Policies) -> Non
 
 
 async def test_cancelling_seals_the_tapes_aborts_the_calls_and_is_not_retried(policies: Policies) -> None:
-    async def play(_task: Row, client: RolloutClient) -> float:
-        await ask(client, "Go.")
-        return 1.0
-
     async with policies.serve(slow(), repeat=True) as policy:
-        executor = Played(policy, play, retries=3, on_failure=OnFailure.PLACEHOLDER)
+        executor = Played(policy, asks_once, retries=3, on_failure=OnFailure.PLACEHOLDER)
         running = asyncio.create_task(executor.rollouts([{"prompt": "Go."}] * 4))
         await eventually(lambda: policy.engine.running == 4)
         running.cancel()
@@ -216,9 +212,9 @@ async def test_e09_an_interrupt_ends_a_program_soon_and_leaves_nothing_at_the_en
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            await eventually(lambda: policy.engine.running == 3, seconds=30)
+            await eventually(lambda: policy.engine.running == 3, seconds=60)
             program.send_signal(signal.SIGINT)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 _, errors = await program.communicate()
         finally:
             if program.returncode is None:
@@ -234,10 +230,7 @@ async def test_e09_an_interrupt_ends_a_program_soon_and_leaves_nothing_at_the_en
 async def test_attempts_that_fail_are_logged_with_their_cause(
     policies: Policies, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def play(_task: Row, _client: RolloutClient) -> float:
-        raise ValueError("no")
-
     async with policies.serve() as policy:
         with caplog.at_level(logging.WARNING), pytest.raises(AgentFailed):
-            await Played(policy, play, retries=1).rollout({})
+            await Played(policy, fails, retries=1).rollout({})
     assert "attempt 1 of a rollout failed and is made again: ValueError: no" in caplog.text

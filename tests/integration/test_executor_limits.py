@@ -157,5 +157,7 @@ async def test_limits_and_retries_that_make_no_sense_are_refused(number: int) ->
     for name in ("rollout_seconds", "turn_seconds", "max_turns", "max_sampled_tokens"):
         with pytest.raises(ValueError, match=rf"^{name}: must be above 0 \(None: no limit\), not {number}$"):
             RolloutLimits(**{name: number})
+    with pytest.raises(ValueError, match=r"^max_weight_changes: must be 0 or more \(None: no limit\), not -1$"):
+        RolloutLimits(max_weight_changes=-1)
     with pytest.raises(ValueError, match="retries: must be 0 or more, not -1"):
         Played(None, Batch().play, retries=-1)

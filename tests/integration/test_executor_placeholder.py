@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from support.rollouts import FAILS, Batch, Played, ask, policies, says
+from support.rollouts import FAILS, Batch, Played, ask, fails, policies, says
 from support.scripted import call, tokens
 from tokentape.v1 import types_pb2
 from tokentape_executor.errors import (
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from support.rollouts import Policies
 
 __all__ = ["policies"]
+
+
+def assert_samples_one(rollout: Rollout, prompt: list[int], token_id: int) -> None:
+    """Its one sample is the prompt, and one sampled token."""
+    (sample,) = rollout.trajectory.samples
+    assert (sample.tokens, sample.action_ranges) == ([*prompt, token_id], [(len(prompt), len(prompt) + 1)])
 
 
 async def test_e08_placeholders_keep_the_batch_whole(policies: Policies) -> None:
@@ -67,9 +73,8 @@ async def test_a_placeholder_is_sampled_from_the_first_prompt_of_the_last_attemp
         rollout = await executor.rollout({}, sampling_policy=POLICY)
         assert rollout.tape_id not in executor.tapes
         assert "sealed" in await policy.refuses(rollout.tape_id)
-    (sample,) = rollout.trajectory.samples
-    assert (sample.tokens, sample.action_ranges) == ([*prompt, 77], [(len(prompt), len(prompt) + 1)])
-    (action,) = sample.actions
+    assert_samples_one(rollout, prompt, 77)
+    (action,) = rollout.trajectory.samples[0].actions
     assert (action.sampling.temperature, action.sampling.max_tokens, action.sampling.min_tokens) == (0.5, 1, 1)
     assert (rollout.outcome, rollout.attempts) == (Outcome(0.0), 3)
     assert rollout.failure == "AgentFailed: ValueError: no"
@@ -89,15 +94,11 @@ async def test_a_placeholder_is_sampled_from_the_first_prompt_of_the_last_attemp
 async def test_a_placeholder_is_sampled_from_the_tasks_chat_where_no_attempt_reached_the_engine(
     policies: Policies, task: Row
 ) -> None:
-    async def play(_task: Row, _client: RolloutClient) -> float:
-        raise ValueError("no")
-
     prompt = policies.prompt_ids({"role": "user", "content": "Add."})
     async with policies.serve(call(tokens(77, 78, 79, finish="stop"), expect=prompt)) as policy:
-        executor = Played(policy, play, on_failure=OnFailure.PLACEHOLDER)
+        executor = Played(policy, fails, on_failure=OnFailure.PLACEHOLDER)
         rollout = await executor.rollout(task, sampling_policy=POLICY)
-    (sample,) = rollout.trajectory.samples
-    assert (sample.tokens, sample.action_ranges) == ([*prompt, 77], [(len(prompt), len(prompt) + 1)])
+    assert_samples_one(rollout, prompt, 77)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +113,7 @@ async def test_a_placeholder_is_sampled_from_the_tasks_chat_where_no_attempt_rea
 async def test_without_a_placeholder_the_first_error_is_raised(
     policies: Policies, task: Row, answer: Any, told: str
 ) -> None:
-    async def play(_task: Row, _client: RolloutClient) -> float:
-        raise ValueError("no")
-
     async with policies.serve(answer, repeat=True) as policy:
-        executor = Played(policy, play, on_failure=OnFailure.PLACEHOLDER)
+        executor = Played(policy, fails, on_failure=OnFailure.PLACEHOLDER)
         with pytest.raises(AgentFailed, match=rf"^ValueError: no; no placeholder: ({told})"):
             await executor.rollout(task)

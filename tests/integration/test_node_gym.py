@@ -103,11 +103,11 @@ async def test_a_gym_that_does_not_start_is_told_with_its_log_and_the_next_join_
 async def test_a_gym_that_does_not_come_back_fails_rollouts_and_not_the_node(
     root: Path, sidecar: RunningSidecar, venv: Path
 ) -> None:
-    member = await join(gym_spec(venv, "only_once"), sidecar, seconds=4.0)
+    member = await join(gym_spec(venv, "only_once"), sidecar, seconds=12.0)
     await member.gym_agents()
     gym_processes(venv)["gym"].kill()
     await eventually(lambda: not gym_processes(venv), seconds=10)
-    with pytest.raises(AgentUnavailable, match=r"(?s)does not run after 4 s: .*ended with status 1.*once was enough"):
+    with pytest.raises(AgentUnavailable, match=r"(?s)does not run after 12 s: .*ended with status 1.*once was enough"):
         await run(member)
     assert (await member.bridge_url()).endswith("/v1")
     await leave(member)

@@ -17,8 +17,9 @@ import pytest
 import pytest_asyncio
 
 from support.marked import Marked, marked
-from support.nodes import is_alive
+from support.nodes import is_alive, words_of
 from support.real_engine import load_engine, record_emitted, shut_down
+from support.roles import NODE, roles_of
 from support.waiting import eventually
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.openrlhf import AgentExecutor
@@ -78,8 +79,8 @@ def hf_tokenizer(model_directory: Path) -> Any:
     return auto_tokenizer.from_pretrained(str(model_directory))
 
 
-OURS = ("tokentape", "gym")
-"""Words in the command lines of what an executor starts: keeper, bridge, Gym; not the engine's processes."""
+OURS = ("tokentape", "gym", "app.py")
+"""Words in the command lines of what an executor starts: keeper, bridge, Gym and its servers; not the engine's."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -186,14 +187,13 @@ async def test_max_length_bounds_prompt_and_completion(
 
 async def test_shutdown_ends_all_but_the_engine(executor: SecondTimeLucky, actor: Actor, marked: Marked) -> None:
     started_by_us = marked.processes(*OURS)
-    # The keeper, the bridge, Gym and its servers; more of Ray's, as many as it still has.
-    assert len(started_by_us) > 8
+    assert roles_of(map(words_of, started_by_us)) == NODE
     began = time.monotonic()
     await asyncio.to_thread(executor.shutdown)
     executor.shutdown()
 
     assert time.monotonic() - began < 5.0
-    assert not any(is_alive(process) for process in started_by_us)
+    assert [process for process in started_by_us if is_alive(process)] == []
     assert marked.processes(*OURS) == []
     assert actor.llm.output_processor.get_num_unfinished_requests() == 0
     outputs = [output async for output in actor.llm.generate("2 + 3 =", sampling_params(4), "after")]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -14,10 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from support.nodes import is_alive
+from support.marked import Marked, marked
+from support.nodes import is_alive, words_of
+from support.roles import NODE, roles_of
 from support.waiting import eventually
 
-MARK = "TOKENTAPE_EXIT_TEST"
+__all__ = ["marked"]
 
 TRAINER = """
 import asyncio, json, sys
@@ -56,45 +56,31 @@ if ending == "loop gone":
 """
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """The processes that have this mark in their environment."""
-    found: list[psutil.Process] = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.mark.parametrize("ending", ["loop gone", "silent", "killed"])
-async def test_nothing_outlives_the_trainer(tmp_path: Path, model_directory: Path, ending: str) -> None:
+async def test_nothing_outlives_the_trainer(marked: Marked, tmp_path: Path, model_directory: Path, ending: str) -> None:
     script = tmp_path / "script.json"
     model = {"name": "toy", "max_model_len": 512, "vocab_size": 49152, "eos_token_ids": [2]}
     steps = [{"token_ids": [40, 41, 42]}, {"token_ids": [2], "finish_reason": "stop"}]
     script.write_text(json.dumps({"model": model, "calls": [{"steps": steps}]}))
     (tmp_path / "trainer.py").write_text(TRAINER)
-    mark = secrets.token_hex(8)
     trainer = await asyncio.create_subprocess_exec(
         *(sys.executable, str(tmp_path / "trainer.py"), str(script), str(model_directory), ending),
         stdout=subprocess.PIPE,
-        env={**os.environ, MARK: mark},
     )
     assert trainer.stdout is not None
-    family: list[psutil.Process] = []
+    family: dict[psutil.Process, str] = {}
     result = asyncio.create_task(trainer.stdout.readline())
     while not result.done():
-        # Those that are running now; a trainer may end at once after its result.
-        family = marked(mark) or family
+        # With their command lines: a trainer may end at once after its result.
+        family |= {process: words_of(process) for process in marked.processes()}
         await asyncio.wait([result], timeout=0.2)
     if ending == "killed":
         trainer.kill()
     status = await trainer.wait()
-    await eventually(lambda: not any(is_alive(process) for process in family), seconds=10)
+    await eventually(lambda: not any(map(is_alive, family)), seconds=10)
 
     ((start, end),) = json.loads(result.result())["action_ranges"]
     assert json.loads(result.result())["observation_tokens"][start:end] == [40, 41, 42, 2]
     assert status == (-signal.SIGKILL if ending == "killed" else 0)
-    assert len(family) > 8  # the keeper, the bridge, Gym and its servers; of Ray what it still has
-    assert marked(mark) == []
+    assert roles_of(family.values()) >= NODE
+    assert [words_of(process) for process in marked.processes()] == []

@@ -12,6 +12,7 @@ import json
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from support.nodes import is_alive, words_of
+from support.roles import NODE, roles_of
 from tokentape.channel import dial
 from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_executor.errors import AgentFailed, RolloutTimeout
@@ -87,13 +89,13 @@ class Stack:
         self.group = group
         self.member = member
         self.gym = GymAgents(member.gym_agents)
-        self._sidecars = sidecars
+        self.sidecars = sidecars
 
     @contextlib.asynccontextmanager
     async def rollouts(
         self, sidecar: str, limits: RolloutLimits = NO_LIMITS
     ) -> AsyncGenerator[tuple[NemoGymExecutor, KeepingTapes]]:
-        async with dial(self._sidecars[sidecar]) as channel:
+        async with dial(self.sidecars[sidecar]) as channel:
             tapes = KeepingTapes(channel, sidecar)
             policy = NodePolicy(tapes, "toy", self.member)
             yield NemoGymExecutor(policy, self.gym, default_agent=GYM_AGENT, limits=limits), tapes
@@ -270,7 +272,8 @@ async def test_stopping_leaves_no_process_and_no_file(stack: Stack) -> None:
     everything = supervised(psutil.Process())
     place = Place.of(stack.member.spec.key)
     (keeper,) = (each for each in psutil.process_iter() if words_of(each).endswith(f"node.keeper {place.directory}"))
-    everything += supervised(keeper)
+    everything += [keeper, *supervised(keeper)]
+    assert roles_of(map(words_of, everything)) == NODE + Counter(sidecar=len(stack.sidecars))
     scratch = next(
         Path(value) for child in everything if (value := child.environ().get("TMPDIR", "")).startswith("/tmp/tt-")
     )
@@ -278,8 +281,7 @@ async def test_stopping_leaves_no_process_and_no_file(stack: Stack) -> None:
     await asyncio.to_thread(stack.group.stop)
 
     assert time.monotonic() - started < 5.0
-    assert len(everything) > 8
-    assert not any(is_alive(process) for process in everything)
+    assert [process for process in everything if is_alive(process)] == []
     assert not place.directory.exists()
     assert not stack.group.directory.exists()
     assert not scratch.parent.exists()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from support.nodes import is_alive, keepers, member_process, own_temporary_directory, processes_of, words_of
+from support.roles import GYM_SERVERS, NODE, roles_of
 from support.scripted import RunningSidecar, call, scripted_sidecar
 from support.waiting import eventually
 from tokentape_executor.errors import AgentUnavailable, StartFailed
@@ -92,20 +93,21 @@ async def test_two_processes_share_a_gym_that_is_killed_and_comes_back(
 
         (gym,) = gyms(root)
         family = gym.children(recursive=True)
-        assert len(family) > 6  # its servers; of Ray what it still has
+        assert roles_of(map(words_of, family)) == GYM_SERVERS
         gym.kill()
         # At once: whoever runs a rollout meanwhile waits, unless it met a server that was about to die.
         assert await reward_in_spite_of_a_kill(member) == 1.0
+        await eventually(lambda: not any(map(is_alive, family)), seconds=30)
         assert await other.ask("gym_agents") == await member.gym_agents()
-        assert not any(is_alive(process) for process in family)
 
         other.process.kill()
         await other.process.wait()
         assert await reward(member) == 1.0
         (keeper,) = keepers(root)
         family = [keeper, *keeper.children(recursive=True)]
+        assert roles_of(map(words_of, family)) == NODE
         await asyncio.to_thread(member.leave)
-        assert not any(is_alive(process) for process in family)
+        assert [process for process in family if is_alive(process)] == []
         assert not processes_of(root)
 
 
@@ -115,7 +117,7 @@ async def test_leaving_while_a_real_gym_starts_takes_seconds(
     spec = NodeSpec("real", (), gym_spec(), tmp_path / "logs", 120.0)
     member = await NodeMember.join(spec, {"main": sidecar.sidecar.address})
     log = tmp_path / "logs" / "nemo_gym.log"
-    await eventually(lambda: "Started a local Ray instance" in _text(log), seconds=60)
+    await eventually(lambda: "Started a local Ray instance" in _text(log), seconds=120)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await asyncio.to_thread(member.leave)

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import pytest
-import pytest_asyncio
 
-from support.real_engine import Emitted, load_engine, record_emitted, requests_of, shut_down
-from support.scripted import RunningSidecar, sidecar_on
+from support.real_engine import AdapterPath, RealEngine, requests_of, sidecar
 from support.sidecar_client import Generated
 from support.waiting import eventually
 from tokentape.v1 import types_pb2
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(240),
     # vLLM's and torch's own, on import and on start; not ours to mend.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
 Sampling = types_pb2.SamplingParameters
-Path_ = Literal["direct", "public"]
 
 PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 2, 198, 1, 4093, 198, 1780, 359, 346, 2, 198]
 
@@ -44,33 +35,7 @@ REQUESTS = {
     "biased": Sampling(temperature=0.0, max_tokens=4, logit_bias={260: 50.0}, bad_words=["the"]),
 }
 """Greedy, so that what is sampled is what the model says and not chance."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def llm(model_directory: Path) -> AsyncGenerator[AsyncLLM]:
-    engine = load_engine(model_directory)
-    yield engine
-    await shut_down(engine)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def emitted(llm: AsyncLLM) -> Emitted:
-    emitted = record_emitted(llm)
-    # vLLM's handler waits already, for an output that the recorder does not see.
-    async with sidecar(llm, "public") as running:
-        await running.client.generate(PROMPT, Sampling(max_tokens=2))
-    emitted.clear()
-    return emitted
-
-
-@asynccontextmanager
-async def sidecar(llm: AsyncLLM, path: Path_) -> AsyncGenerator[RunningSidecar]:
-    from tokentape_sidecar.vllm_engine import VllmEngine  # noqa: PLC0415 - imports vLLM
-
-    engine = VllmEngine.attach(llm, path=path)
-    async with sidecar_on(engine) as running:
-        yield running
-    await engine.close()
+BOTH: tuple[AdapterPath, ...] = ("direct", "public")
 
 
 def facts(generated: Generated) -> dict[str, object]:
@@ -90,43 +55,43 @@ def facts(generated: Generated) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_both_paths_give_the_same(llm: AsyncLLM, name: str) -> None:
+async def test_both_paths_give_the_same(engine: RealEngine, name: str) -> None:
     given: dict[str, dict[str, object]] = {}
-    for path in ("direct", "public"):
+    for path in BOTH:
         # What the other path left in the prefix cache would change the sums, if not the choice, of the last bits.
-        await llm.reset_prefix_cache()
-        async with sidecar(llm, path) as running:
+        await engine.llm.reset_prefix_cache()
+        async with sidecar(engine, path) as running:
             given[path] = facts(await running.client.generate(PROMPT, REQUESTS[name]))
     assert given["direct"] == given["public"]
     assert given["direct"]["ids"]
 
 
-async def test_both_paths_give_the_same_choices(llm: AsyncLLM) -> None:
+async def test_both_paths_give_the_same_choices(engine: RealEngine) -> None:
     """Which steps two choices share is chance, and with it the last bits of their sums: the ids are compared."""
     given: dict[str, list[list[int]]] = {}
-    for path in ("direct", "public"):
-        await llm.reset_prefix_cache()
-        async with sidecar(llm, path) as running:
+    for path in BOTH:
+        await engine.llm.reset_prefix_cache()
+        async with sidecar(engine, path) as running:
             generated = await running.client.generate(PROMPT, Sampling(temperature=1.0, top_k=1, max_tokens=4, n=2))
         given[path] = [generated.token_ids(choice) for choice in range(2)]
     assert given["direct"] == given["public"]
 
 
-@pytest.mark.parametrize("path", ["direct", "public"])
 async def test_each_token_carries_the_weights_that_sampled_it(
-    llm: AsyncLLM, emitted: Emitted, path: Path_, model_directory: Path
+    engine: RealEngine, path: AdapterPath, model_directory: Path
 ) -> None:
     """As OpenRLHF changes weights: a pause that keeps the requests, a worker call, a cache reset, and on."""
+    emitted = engine.emitted
     sampling = Sampling(temperature=1.0, max_tokens=48, ignore_eos=True)
-    async with sidecar(llm, path) as running:
+    async with sidecar(engine, path) as running:
         before = set(emitted)
         calls = [asyncio.create_task(running.client.generate(PROMPT, sampling)) for _ in range(4)]
-        await eventually(lambda: len(set(emitted) - before) == 4 and min(map(len, emitted.values())) > 0, 30)
-        await llm.pause_generation(mode="keep")
+        await eventually(lambda: sum(bool(emitted[request]) for request in set(emitted) - before) == 4, 30)
+        await engine.llm.pause_generation(mode="keep")
         old = {request: len(emitted[request]) for request in set(emitted) - before}
-        await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_directory)})
-        await llm.reset_prefix_cache()
-        await llm.resume_generation()
+        await engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_directory)})
+        await engine.llm.reset_prefix_cache()
+        await engine.llm.resume_generation()
         generated = await asyncio.gather(*calls)
         later = await running.client.generate(PROMPT, Sampling(max_tokens=2))
     for one in generated:
@@ -136,15 +101,16 @@ async def test_each_token_carries_the_weights_that_sampled_it(
     assert later.weight_versions() == ["1", "1"]
 
 
-async def test_a_version_that_somebody_names_is_the_tokens_own(llm: AsyncLLM, emitted: Emitted) -> None:
+async def test_a_version_that_somebody_names_is_the_tokens_own(engine: RealEngine) -> None:
+    emitted = engine.emitted
     sampling = Sampling(temperature=1.0, max_tokens=48, ignore_eos=True)
-    async with sidecar(llm, "direct") as running:
+    async with sidecar(engine, "direct") as running:
         call = asyncio.create_task(running.client.generate(PROMPT, sampling))
         before = set(emitted)
         await eventually(lambda: len(set(emitted) - before) == 1, 30)
-        await llm.update_weight_version("v2")
+        await engine.llm.update_weight_version("v2")
         versions = (await call).weight_versions()
-        await llm.update_weight_version("default")
+        await engine.llm.update_weight_version("default")
     assert versions[0] == ""
     assert versions[-1] == "v2"
     assert versions == sorted(versions)

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,8 @@ import psutil
 
 from support.marked import Marked
 from support.mortal_services import FollowedTapes
-from support.nodes import is_alive
+from support.nodes import is_alive, words_of
+from support.roles import ROLES, is_a
 from support.waiting import eventually
 from tokentape_executor.rollout import FailedRollout, Rollout
 
@@ -47,16 +48,6 @@ class Kill:
     seconds: float
     pid: int
     calls: int
-
-
-VICTIMS: Mapping[str, Callable[[str], bool]] = {
-    "bridge": lambda words: "console import bridge" in words,
-    "sidecar": lambda words: "console import sidecar" in words,
-    "keeper": lambda words: "tokentape_executor.node.keeper" in words,
-    "gym": lambda words: "/bin/gym env start" in words,
-    "gym server": lambda words: words.endswith("python app.py"),
-}
-"""By their command lines; their leashes have the same, and are none."""
 
 
 @dataclass
@@ -130,7 +121,7 @@ class Chaos:
         async with asyncio.timeout(_AGAIN_SECONDS):
             while True:
                 processes = await asyncio.to_thread(self.marked.processes)
-                ours = [process for process in processes if any(_is_a(kind, process) for kind in VICTIMS)]
+                ours = [process for process in processes if any(_is_a(role, process) for role in ROLES)]
                 self.ports |= {port for process in ours for port in _ports_of(process)}
                 if found := [process for process in ours if _is_a(name, process)]:
                     return sorted(found, key=lambda process: process.pid)
@@ -144,11 +135,7 @@ class Chaos:
 
 
 def _is_a(name: str, process: psutil.Process) -> bool:
-    try:
-        words = " ".join(process.cmdline())
-    except psutil.Error:
-        return False
-    return VICTIMS[name](words) and "_leash.py" not in words and is_alive(process)
+    return is_a(name, words_of(process)) and is_alive(process)
 
 
 def _ports_of(process: psutil.Process) -> set[int]:

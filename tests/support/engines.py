@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from support.scripted import TOY_TOKENIZER
 from tokentape_sidecar.engine import EngineCall, FinishReason, LogprobsMode, Model, Sampling, Sink
+from tokentape_sidecar.engine_controls import MEMORY_TAGS, PauseMode, Phase
+from tokentape_sidecar.errors import InvalidArgument, NotFound
 
 
 def toy_model(
@@ -26,11 +30,92 @@ def toy_model(
     )
 
 
+class ManualControls:
+    """Implements the engine port's controls: each does what it is asked when the test lets it."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.RUNNING
+        self.updating_weights = False
+        self.weight_version = ""
+        self.done: list[tuple[object, ...]] = []
+        """What was asked and done, in order."""
+        self.begun: list[str] = []
+        """What was asked."""
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        """While clear, nothing that is asked is done."""
+        self.failures: dict[str, Exception] = {}
+        """What the method of this name raises."""
+        self.asleep: set[str] = set()
+        self.cache_is_held = False
+        """Whether running calls hold cached prefixes."""
+        self._callbacks: list[Callable[[], None]] = []
+
+    def on_weights_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def change_weights(self) -> None:
+        """Begin a change of weights, as a trainer with the engine object does."""
+        for callback in self._callbacks:
+            callback()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        await self._do("pause", mode, clear_cache)
+        self.phase = Phase.PAUSED
+
+    async def resume(self) -> None:
+        await self._do("resume")
+        self.phase = Phase.RUNNING
+
+    async def check_checkpoint(self, directory: Path) -> None:
+        if not (directory / "weights").exists():
+            raise NotFound("directory: no checkpoint")
+
+    def check_weight_version(self, version: str) -> None:
+        if version == "default":
+            raise InvalidArgument("weight_version", "is taken")
+
+    async def update_weights(self, directory: Path) -> None:
+        self.change_weights()
+        self.updating_weights = True
+        try:
+            await self._do("update_weights", directory.name)
+        finally:
+            self.updating_weights = False
+
+    async def set_weight_version(self, version: str) -> None:
+        await self._do("set_weight_version", version)
+        self.weight_version = version
+
+    async def reset_prefix_cache(self, *, running_too: bool) -> bool:
+        await self._do("reset_prefix_cache", running_too)
+        return running_too or not self.cache_is_held
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        await self._do("sleep", level, mode)
+        self.phase, self.asleep = Phase.ASLEEP, set(MEMORY_TAGS)
+
+    async def wake_up(self, tags: Sequence[str]) -> bool:
+        await self._do("wake_up", *tags)
+        self.asleep -= set(tags or MEMORY_TAGS)
+        if not self.asleep:
+            self.phase = Phase.RUNNING
+        return not self.asleep
+
+    async def _do(self, name: str, *arguments: object) -> None:
+        self.begun.append(name)
+        await self.goes_on.wait()
+        if name in self.failures:
+            raise self.failures[name]
+        self.done.append((name, *arguments))
+
+
 class ManualEngine:
     """Implements the engine port; nothing happens in it but what the test does."""
 
     def __init__(self, model: Model | None = None) -> None:
         self._model = model or toy_model()
+        self.controls = ManualControls()
         self._dead = asyncio.Event()
         self.submitted: list[EngineCall] = []
         self.sinks: dict[str, Sink] = {}
@@ -55,7 +140,7 @@ class ManualEngine:
 
     @property
     def weight_version(self) -> str:
-        return ""
+        return self.controls.weight_version
 
     async def submit(self, call: EngineCall, sink: Sink) -> None:
         self.submitted.append(call)

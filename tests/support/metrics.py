@@ -7,7 +7,10 @@ from collections.abc import Mapping
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-_ORDER = ("method", "handler", "status", "model_name", "prefix", "split_cause", "le")
+_ORDER = (
+    *("method", "handler", "status", "model_name", "sidecar", "code", "prefix", "split_cause", "le"),
+    *("outcome", "reason", "state", "limit"),
+)
 
 
 def samples_of(response: httpx.Response) -> Mapping[tuple[str, ...], float]:

@@ -64,8 +64,8 @@ class Reader:
 
         What they have left running is sent SIGTERM in the end, and must end by that.
         """
-        end = "kill $(jobs -p) 2>/dev/null || true; wait || true"
-        script = "\n".join(["set -euo pipefail", *texts, end])
+        end = "trap 'kill $(jobs -p) 2>/dev/null || true; wait || true' EXIT"
+        script = "\n".join(["set -euo pipefail", end, *texts])
         script = script.replace("tokentape-sidecar --model", "tokentape-sidecar --listen 127.0.0.1:50051 --model")
         for told, used in self._ports.items():
             script = script.replace(f":{told}", f":{used}")

@@ -204,6 +204,17 @@ async def ask(client: RolloutClient, *texts: str, **options: Any) -> str:
     return reply.choices[0].message.content or ""
 
 
+async def asks_once(_task: Row, client: RolloutClient) -> float:
+    """A play that is worth 1."""
+    await ask(client, "Go.")
+    return 1.0
+
+
+async def fails(_task: Row, _client: RolloutClient) -> float:
+    """A play that never gets to ask."""
+    raise ValueError("no")
+
+
 class Batch:
     """Eight tasks: 3 raises, 5's call fails at the engine, 6 has no reward; the rest is fine.
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from support.sidecar_client import SidecarClient
+from tokentape.keepalive import DEFAULT_KEEPALIVE, Keepalive
 from tokentape.listen import ListenAddress
 from tokentape_sidecar.engine import Engine
+from tokentape_sidecar.limits import DEFAULT_LIMITS, Limits
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
@@ -64,11 +66,24 @@ class RunningSidecar:
 
 @asynccontextmanager
 async def sidecar_on(
-    engine: Engine, *, name: str = "main", stall_limit_seconds: float = DEFAULT_STALL_LIMIT_SECONDS
+    engine: Engine,
+    *,
+    name: str = "main",
+    stall_limit_seconds: float = DEFAULT_STALL_LIMIT_SECONDS,
+    limits: Limits = DEFAULT_LIMITS,
+    keepalive: Keepalive = DEFAULT_KEEPALIVE,
+    control: Listener | None = None,
+    weights_root: Path | None = None,
 ) -> AsyncGenerator[RunningSidecar]:
     """Serve `engine` on a free port; on leaving, running calls are aborted."""
     sidecar = await Sidecar.start(
-        engine, data=Listener(ListenAddress("127.0.0.1", 0)), name=name, stall_limit_seconds=stall_limit_seconds
+        engine,
+        data=Listener(ListenAddress("127.0.0.1", 0), keepalive=keepalive),
+        name=name,
+        stall_limit_seconds=stall_limit_seconds,
+        limits=limits,
+        control=control,
+        weights_root=weights_root,
     )
     try:
         async with SidecarClient(sidecar.address, name) as client:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tokentape.access import OPEN, Access
 from tokentape.channel import dial
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
 
@@ -81,9 +83,9 @@ class OpenedTape:
 class SidecarClient:
     """A channel to a sidecar and its stubs."""
 
-    def __init__(self, address: str, name: str = "main") -> None:
+    def __init__(self, address: str, name: str = "main", access: Access = OPEN) -> None:
         self.name = name
-        self.channel = dial(address)
+        self.channel = dial(address, access)
         self.generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
         self.tapes = tape_pb2_grpc.TapeServiceStub(self.channel)
         channel: Any = self.channel
@@ -140,6 +142,17 @@ class SidecarClient:
             tape_id=tape.tape_id, reader_token=tape.reader_token, from_sequence=from_sequence
         )
         return [entry async for response in self.tapes.WatchTape(request) for entry in response.entries]
+
+    async def entries_until_lost(self, tape: OpenedTape) -> list[tape_pb2.TapeEntry]:
+        """Watch a tape until the sidecar ends it unsealed, as it must where it ends itself."""
+        request = tape_pb2.WatchTapeRequest(tape_id=tape.tape_id, reader_token=tape.reader_token)
+        entries: list[tape_pb2.TapeEntry] = []
+        try:
+            async for response in self.tapes.WatchTape(request):
+                entries += response.entries
+        except grpc.aio.AioRpcError:
+            return entries
+        raise AssertionError("the watcher was told that the tape is complete")
 
     async def entries(self, tape: OpenedTape, from_sequence: int = 0) -> list[tape_pb2.TapeEntry]:
         """What a tape holds as it stands, by `GetTape`, page after page."""

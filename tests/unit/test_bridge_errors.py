@@ -25,6 +25,7 @@ def rpc_error(status: Status, details: str = "") -> grpc.aio.AioRpcError:
         (Status.NOT_FOUND, 404, "invalid_request_error", "not_found"),
         (Status.FAILED_PRECONDITION, 400, "invalid_request_error", "tape_sealed"),
         (Status.RESOURCE_EXHAUSTED, 400, "invalid_request_error", "limit_reached"),
+        (Status.ABORTED, 400, "invalid_request_error", "stale_weights"),
         (Status.UNAVAILABLE, 503, "service_unavailable", "sidecar_unavailable"),
         (Status.DEADLINE_EXCEEDED, 504, "timeout", "sidecar_timeout"),
         (Status.INTERNAL, 500, "server_error", "engine_error"),

@@ -41,12 +41,15 @@ def test_what_follows_the_dashes_is_vllms() -> None:
 def test_options_go_before_the_settings_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENTAPE_RETRIES", "5")
     monkeypatch.setenv("TOKENTAPE_MAX_TURNS", "7")
+    monkeypatch.setenv("TOKENTAPE_MAX_WEIGHT_CHANGES", "1")
     monkeypatch.setenv("TOKENTAPE_ON_FAILURE", "placeholder")
     settings = run_options(*MODEL).settings
     assert (settings.retries, settings.max_turns, settings.on_failure) == (5, 7, OnFailure.PLACEHOLDER)
+    assert settings.max_weight_changes == 1
     told = ("--retries", "0", "--max-turns", "3", "--on-failure", "record", "--turn-timeout", "1.5", "--gym-agent", "g")
-    settings = run_options(*MODEL, *told).settings
+    settings = run_options(*MODEL, *told, "--max-weight-changes", "0").settings
     assert (settings.retries, settings.max_turns, settings.on_failure) == (0, 3, OnFailure.RAISE)
+    assert settings.max_weight_changes == 0
     assert (settings.turn_timeout_seconds, settings.gym_agent) == (1.5, "g")
 
 
@@ -99,8 +102,8 @@ def test_the_other_modes() -> None:
     ("arguments", "problem"),
     [
         (("p.jsonl", "--model", "m"), "-o is needed"),
-        (("p.jsonl", "-o", "r"), "give either --sidecar HOST:PORT"),
-        ((*MODEL, "--sidecar", "h:1"), "give either --sidecar HOST:PORT"),
+        (("p.jsonl", "-o", "r"), "give either --sidecar ADDRESS"),
+        ((*MODEL, "--sidecar", "h:1"), "give either --sidecar ADDRESS"),
         (("p.jsonl", "--verify", "t", "--model", "m"), "give either a file of prompts, or"),
         (("p.jsonl", "-o", "./p.jsonl", "--model", "m"), "must be different files"),
         ((*MODEL, "--tapes", "r.jsonl"), "must be different files"),

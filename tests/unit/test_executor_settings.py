@@ -96,6 +96,7 @@ def test_a_malformed_setting_is_named(text: str) -> None:
         (grpc.StatusCode.DEADLINE_EXCEEDED, errors.SidecarUnavailable, True),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.SidecarOverloaded, True),
         (grpc.StatusCode.NOT_FOUND, errors.TapeLost, True),
+        (grpc.StatusCode.ABORTED, errors.WeightsChanged, True),
         (grpc.StatusCode.INVALID_ARGUMENT, errors.RolloutRefused, False),
         (grpc.StatusCode.OUT_OF_RANGE, errors.RolloutRefused, False),
         (grpc.StatusCode.FAILED_PRECONDITION, errors.RolloutRefused, False),

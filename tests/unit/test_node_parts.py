@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,10 +92,11 @@ def test_a_message_is_one_line() -> None:
 
 
 @pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("tokentape_executor.node.places._LONGEST_TEMPORARY_ROOT", 1000)
-    return tmp_path
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory whose path is short enough for a socket's, which pytest's own need not be."""
+    with tempfile.TemporaryDirectory(prefix="nd-", dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        yield Path(short)
 
 
 def test_a_place_is_this_users_alone(temporary: Path) -> None:
@@ -159,23 +161,20 @@ def test_a_long_temporary_directory_is_passed_over(monkeypatch: pytest.MonkeyPat
     assert str(Place.of("0" * 16).socket).startswith("/tmp/")
 
 
-def test_only_what_nobody_uses_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The path of a test's own directory is too long for a socket's.
-    with tempfile.TemporaryDirectory(prefix="nd-", dir="/tmp") as short:
-        monkeypatch.setattr(tempfile, "tempdir", short)
-        dead, locked, alive = (Place.of(letter * 16) for letter in "abc")
-        for place in (dead, locked, alive):
-            with place.locked(lambda: True, 1):
-                place.spec.write_bytes(b"")
-        with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as keeper:
-            gone.bind(str(dead.socket))
-            keeper.bind(str(alive.socket))
-            keeper.listen()
-            with locked.locked(lambda: True, 1):
-                sweep()
-            assert [place.directory.exists() for place in (dead, locked, alive)] == [False, True, True]
-        sweep()
-        assert list(Path(short).iterdir()) == []
+def test_only_what_nobody_uses_is_swept(temporary: Path) -> None:
+    dead, locked, alive = (Place.of(letter * 16) for letter in "abc")
+    for place in (dead, locked, alive):
+        with place.locked(lambda: True, 1):
+            place.spec.write_bytes(b"")
+    with socket.socket(socket.AF_UNIX) as gone, socket.socket(socket.AF_UNIX) as keeper:
+        gone.bind(str(dead.socket))
+        keeper.bind(str(alive.socket))
+        keeper.listen()
+        with locked.locked(lambda: True, 1):
+            sweep()
+        assert [place.directory.exists() for place in (dead, locked, alive)] == [False, True, True]
+    sweep()
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_reserved_port_is_nobody_elses_and_can_be_served_again_and_again() -> None:

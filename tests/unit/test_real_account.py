@@ -114,3 +114,14 @@ def test_a_run_without_real_tests_says_nothing_of_them(suite: Suite) -> None:
 
     result.stdout.no_fnmatch_line("*real*:*passed*")
     assert result.ret == pytest.ExitCode.OK
+
+
+def test_workers_leave_real_tests_out_and_are_refused_where_each_must_run(suite: Suite) -> None:
+    suite.add(real__test_engine=FAILS, test_small=PASSES)
+    result = suite.run("-n", "1", "-m", "not real")
+
+    result.assert_outcomes(passed=1)
+    assert result.ret == pytest.ExitCode.OK
+    result = suite.run("-n", "1", "--require-real")
+    result.stderr.fnmatch_lines(["*--require-real: * run it without -n"])
+    assert result.ret == pytest.ExitCode.USAGE_ERROR

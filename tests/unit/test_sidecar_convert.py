@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
 from tokentape_sidecar import convert
-from tokentape_sidecar.calls import CallReference, CallRequest
+from tokentape_sidecar.call_request import CallReference, CallRequest
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Sampling
 from tokentape_sidecar.errors import InvalidArgument
 from tokentape_sidecar.record import Completion, Origin, SplitCause

@@ -12,7 +12,7 @@ from tokentape_sidecar.rpc_errors import STATUS_OF
 NEVER_SERVED = {errors.EngineNotLoaded}
 
 
-RETRIED = {errors.EngineDead, errors.EngineStalled, errors.EngineBusy, errors.ShuttingDown}
+RETRIED = {errors.EngineDead, errors.EngineStalled, errors.EngineBusy, errors.ShuttingDown, errors.WeightsBroken}
 SERVED = [error for error in errors.TokentapeError.__subclasses__() if error not in NEVER_SERVED]
 
 

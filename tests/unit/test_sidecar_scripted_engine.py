@@ -10,7 +10,8 @@ import time
 import pytest
 
 from support.scripted import TOY_TOKENIZER, Json, call, script, tokens
-from tokentape_sidecar.calls import CallRequest, Calls
+from tokentape_sidecar.call_request import CallRequest
+from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import FinishReason, Sampling, Weights
 from tokentape_sidecar.errors import CallError, InvalidArgument
 from tokentape_sidecar.record import CallRecord

@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 from support.engines import ManualEngine
 from support.sidecar_client import new_tape_id
 from tokentape.v1 import generation_pb2, tape_pb2
-from tokentape_sidecar.calls import CallRequest, Calls
+from tokentape_sidecar.call_request import CallRequest
+from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import FinishReason
 from tokentape_sidecar.generation_servicer import GenerationServicer
 from tokentape_sidecar.rpc_errors import Context

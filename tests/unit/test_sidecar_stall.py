@@ -12,7 +12,8 @@ import pytest
 
 from support.engines import ManualEngine
 from support.waiting import eventually
-from tokentape_sidecar.calls import CallRequest, Calls
+from tokentape_sidecar.call_request import CallRequest
+from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import FinishReason
 from tokentape_sidecar.errors import CallError, EngineStalled
 from tokentape_sidecar.record import CallRecord

@@ -9,17 +9,19 @@ import pytest
 from support.engines import ManualEngine
 from support.sidecar_client import new_tape_id
 from tokentape_sidecar import tape_store
-from tokentape_sidecar.calls import CallRequest, Calls
+from tokentape_sidecar.call_request import CallRequest
+from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Sampling
 from tokentape_sidecar.errors import AlreadyExists, InvalidArgument, LimitReached, NotFound, PermissionDenied
+from tokentape_sidecar.limits import DEFAULT_LIMITS, Limits
 from tokentape_sidecar.tape import Tape, TapeLimits, TapePolicy
 from tokentape_sidecar.tape_store import TapeStore
 
 
-def new_store() -> tuple[TapeStore, Calls, ManualEngine]:
+def new_store(limits: Limits = DEFAULT_LIMITS) -> tuple[TapeStore, Calls, ManualEngine]:
     engine = ManualEngine()
     calls = Calls(engine)
-    return TapeStore("main", engine.model, calls), calls, engine
+    return TapeStore("main", engine.model, calls, limits), calls, engine
 
 
 def open_tape(store: TapeStore, *, time_to_live_seconds: float | None = None) -> Tape:
@@ -38,7 +40,7 @@ def test_a_tape_is_found_by_its_id_and_read_by_its_token() -> None:
 def test_an_id_is_taken_once() -> None:
     store, _, _ = new_store()
     tape = open_tape(store)
-    with pytest.raises(AlreadyExists, match=tape.tape_id):
+    with pytest.raises(AlreadyExists, match="there is a tape of this id already"):
         store.open(tape.tape_id, TapeLimits(), TapePolicy())
 
 
@@ -74,9 +76,8 @@ def test_a_bad_field_is_named_and_opens_nothing(limits: TapeLimits, policy: Tape
         store.writable(tape_id)
 
 
-def test_the_store_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape_store, "MAX_TAPES", 2)
-    store, _, _ = new_store()
+def test_the_store_has_a_limit() -> None:
+    store, _, _ = new_store(Limits(max_tapes=2))
     open_tape(store)
     open_tape(store)
     with pytest.raises(LimitReached, match="holds 2 tapes"):

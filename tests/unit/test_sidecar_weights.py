@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tokentape_sidecar.engine import Weights
+from tokentape_sidecar.engine_controls import Phase
 from tokentape_sidecar.weights import CallWeights, WeightObserver
 
 
@@ -230,3 +231,109 @@ async def test_a_worker_call_that_fails_holds_nothing(engine: Driven, observer: 
     with pytest.raises(RuntimeError, match="update_weights_badly"):
         await engine.collective_rpc("update_weights_badly")
     assert not observer.held
+
+
+class Named(Driven):
+    """As vLLM from 0.32 on, which takes names."""
+
+    __slots__ = ()
+
+    async def update_weight_version(self, new_version: str) -> None: ...
+
+
+async def test_a_name_holds_from_the_next_step_on(engine: Driven) -> None:
+    named = Named()
+    observer = WeightObserver(named)
+    running = CallWeights(observer)
+    running.of_step("default")
+    await named.pause_generation(mode="keep")
+    await named.collective_rpc("reload_weights")
+    assert observer.version == "1"
+    await named.update_weight_version("v2")
+    assert observer.version == "v2"
+    # From before the pause.
+    assert running.of_step("default") == Weights()
+    await named.resume_generation()
+    assert running.of_step("v2") == Weights("v2")
+    await named.pause_generation(mode="keep")
+    await named.collective_rpc("reload_weights")
+    await named.update_weight_version("v2")
+    await named.resume_generation()
+    assert observer.version == "v2"
+    assert running.of_step("v2") == Weights("v2")
+    await named.collective_rpc("reload_weights")
+    assert observer.version == "v2+1"
+
+
+async def test_a_name_of_an_engine_that_takes_none_is_kept_here(engine: Driven, observer: WeightObserver) -> None:
+    running = CallWeights(observer)
+    running.of_step(None)
+    await engine.pause_generation(mode="keep")
+    await engine.collective_rpc("reload_weights")
+    observer.name_weights("v2")
+    assert running.of_step(None) == Weights()
+    await engine.resume_generation()
+    assert running.of_step(None) == Weights("v2")
+    observer.name_weights("v3")
+    # It may have been sampled before.
+    assert running.of_step(None) == Weights("v3", boundary_uncertain=True)
+    assert CallWeights(observer).of_step(None) == Weights("v3")
+
+
+async def test_each_update_is_told_of_once_as_it_begins(engine: Driven, observer: WeightObserver) -> None:
+    versions: list[str] = []
+    observer.on_change(lambda: versions.append(observer.version))
+    for _ in range(2):  # without a step in between
+        await engine.pause_generation(mode="keep")
+        for _ in range(3):
+            await engine.collective_rpc("update_weight")
+        await engine.resume_generation()
+    assert versions == ["1", "2"]
+    observer.end_update()
+    await engine.collective_rpc("reload_weights")
+    observer.end_update()
+    await engine.collective_rpc("reload_weights")
+    assert versions == ["1", "2", "3", "4"]
+
+
+async def test_the_phase_is_what_the_engine_was_last_told(engine: Driven, observer: WeightObserver) -> None:
+    assert observer.phase is Phase.RUNNING
+    await engine.pause_generation(mode="keep")
+    assert observer.phase is Phase.PAUSED
+    await engine.sleep()
+    assert observer.phase is Phase.ASLEEP
+    await engine.wake_up(["weights"])
+    assert observer.phase is Phase.ASLEEP
+    await engine.wake_up(["kv_cache"])
+    assert observer.phase is Phase.RUNNING
+    await engine.sleep(0)
+    assert observer.phase is Phase.PAUSED
+
+
+async def test_an_engine_that_waits_for_its_requests_samples(engine: Driven, observer: WeightObserver) -> None:
+    waits = asyncio.Event()
+
+    class Waiting(Driven):
+        async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+            await waits.wait()
+
+    waiting = Waiting()
+    observer = WeightObserver(waiting)
+    for mode, held in (("wait", False), ("keep", True)):
+        waits.clear()
+        pausing = asyncio.create_task(waiting.pause_generation(mode=mode))
+        await asyncio.sleep(0)
+        assert observer.held is held
+        waits.set()
+        await pausing
+        await waiting.resume_generation()
+
+
+async def test_a_change_in_progress_is_known(engine: Driven, observer: WeightObserver) -> None:
+    engine.workers_answer.clear()
+    calls = [asyncio.create_task(engine.collective_rpc(method)) for method in ("init_process_group", "update_weight")]
+    await asyncio.sleep(0)
+    assert observer.updating
+    engine.workers_answer.set()
+    await asyncio.gather(*calls)
+    assert not observer.updating

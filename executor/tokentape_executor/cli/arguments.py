@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from tokentape.access import Access, access_from
+from tokentape.config import split_at_dashes
 from tokentape_executor.cli.parser import GYM, ON_FAILURE, make_parser
 from tokentape_executor.rollout_client import NO_KEY
 from tokentape_executor.settings import ExecutorSettings
@@ -53,6 +55,8 @@ class RunOptions:
     output: Path
     sidecars: tuple[str, ...]
     """gRPC addresses of running ones; empty: `model` is served by an own one."""
+    access: Access
+    """How to get into them."""
     model: str | None
     vllm_options: tuple[str, ...]
     bridge: str | None
@@ -69,6 +73,8 @@ class RunOptions:
     sampling: SamplingOptions
     max_context_tokens: int | None
     tapes: Path | None
+    reader_tokens: Path | None
+    """Where the tapes' reader tokens are written to."""
     retry_failed: bool
     settings: ExecutorSettings
     """The environment's, changed as the command line says."""
@@ -79,26 +85,18 @@ Options: TypeAlias = VerifyOptions | ScriptOptions | RunOptions
 
 def parse(arguments: Sequence[str]) -> Options:
     """Read the command line. Exits with status 2 and a message where it, or a variable of the settings, is wrong."""
-    own, dashes, vllm_options = _split_at_dashes(arguments)
     parser = make_parser()
+    own, vllm_options = split_at_dashes(parser.with_config(arguments))
     told = parser.parse_args(own)
     if sum(each is not None for each in (told.prompts, told.verify, told.script)) != 1:
         parser.error("give either a file of prompts, or --verify TAPES, or --script TAPES")
-    if dashes and (told.prompts is None or told.model is None):
+    if vllm_options is not None and (told.prompts is None or told.model is None):
         parser.error("options after -- are vLLM's, for prompts with --model")
     if told.verify is not None:
         return _verify_options(parser, told)
     if told.script is not None:
         return ScriptOptions(told.script, told.tape, told.output)
-    return _run_options(parser, told, tuple(vllm_options))
-
-
-def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
-    """Return what comes before `--`, whether there is one, and what comes after it."""
-    if "--" not in arguments:
-        return list(arguments), False, []
-    index = list(arguments).index("--")
-    return list(arguments[:index]), True, list(arguments[index + 1 :])
+    return _run_options(parser, told, tuple(vllm_options or ()))
 
 
 def _verify_options(parser: argparse.ArgumentParser, told: argparse.Namespace) -> VerifyOptions:
@@ -129,6 +127,7 @@ def _run_options(
     return RunOptions(
         prompts=told.prompts,
         output=told.output,
+        access=access_from(told, parser),
         sidecars=tuple(str(address) for address in told.sidecar),
         model=told.model,
         vllm_options=vllm_options,
@@ -141,6 +140,7 @@ def _run_options(
         sampling=SamplingOptions(told.temperature, told.top_p, told.max_tokens),
         max_context_tokens=told.max_context_tokens,
         tapes=told.tapes,
+        reader_tokens=told.reader_tokens,
         retry_failed=told.retry_failed,
         settings=settings,
     )
@@ -148,13 +148,15 @@ def _run_options(
 
 def _problem(told: argparse.Namespace) -> str:
     """Return what is wrong with these options for prompts; empty: nothing."""
-    files = [path.resolve() for path in (told.prompts, told.output, told.tapes) if path is not None]
+    files = [path.resolve() for path in (told.prompts, told.output, told.tapes, told.reader_tokens) if path is not None]
+    if told.model is not None and (told.sidecar_token_file or told.sidecar_ca):
+        return "--sidecar-token-file and --sidecar-ca are for --sidecar: the one that --model starts needs neither"
     if told.output is None:
         return "-o is needed: the file that the results go to"
     if len(set(files)) < len(files):
-        return "the prompts, -o and --tapes must be different files"
+        return "the prompts, -o, --tapes and --reader-tokens must be different files"
     if bool(told.sidecar) == (told.model is not None):
-        return "give either --sidecar HOST:PORT (repeatable) or --model DIR"
+        return "give either --sidecar ADDRESS (repeatable) or --model DIR"
     return _agent_problem(told)
 
 
@@ -186,6 +188,7 @@ def _settings(told: argparse.Namespace, settings: ExecutorSettings) -> ExecutorS
     changes = {
         "gym_agent": told.gym_agent,
         "max_turns": told.max_turns,
+        "max_weight_changes": told.max_weight_changes,
         "rollout_timeout_seconds": told.rollout_timeout,
         "turn_timeout_seconds": told.turn_timeout,
         "retries": told.retries,

@@ -10,6 +10,7 @@ from typing import Any, cast
 import httpx
 
 from tokentape_executor.errors import PolicyUnavailable
+from tokentape_executor.rollout_client import tls
 
 _PROBE_SECONDS = 0.2
 _ANSWER_SECONDS = 5.0
@@ -23,7 +24,7 @@ class BridgeGate:
         self._url = url
         self._patience_seconds = patience_seconds
         # Bridges are near: a proxy of the environment would only be in the way.
-        self._http = httpx.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False, verify=tls())
 
     async def url(self) -> str:
         """Return the OpenAI base URL."""

@@ -1,7 +1,7 @@
 """What `tokentape-rollout --help` says around its options."""
 
 USAGE = """\
-%(prog)s PROMPTS -o FILE --sidecar HOST:PORT [options]
+%(prog)s PROMPTS -o FILE --sidecar ADDRESS [options]
        %(prog)s PROMPTS -o FILE --model DIR [options] [-- VLLM OPTIONS]
        %(prog)s --verify TAPES --model DIR [options]
        %(prog)s --script TAPES [--tape N] [-o FILE]"""
@@ -25,6 +25,10 @@ examples:
   # four rollouts of each, on two sidecars that run already, by an agent of your own
   tokentape-rollout tasks.jsonl -o results.jsonl --agent agent.py:Calculator --samples 4 \\
     --sidecar 10.0.0.1:50051 --sidecar 10.0.0.2:50051
+
+  # options from a file (TOML; keys as the options); the command line wins
+  printf 'model = "./SmolLM2-135M-Instruct"\\nsamples = 4\\nvllm = {dtype = "bfloat16"}\\n' > rollout.toml
+  tokentape-rollout questions.jsonl -o results.jsonl --config rollout.toml
 
   # the same command again continues; this one also runs what had failed
   tokentape-rollout questions.jsonl -o results.jsonl --model ./SmolLM2-135M-Instruct --retry-failed

@@ -1,4 +1,4 @@
-"""A sidecar of the run's own: a child process that is started again, at the same port, when it or its engine dies."""
+"""A sidecar of the run's own: a child process that is started again, at the same place, when it or its engine dies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tokentape_executor.cli.sidecar import Health, Sidecar
 from tokentape_executor.errors import StartFailed
+from tokentape_executor.private_socket import PrivateSocket
 from tokentape_executor.processes import ChildProcess
 from tokentape_executor.services import ServiceGroup
 from tokentape_executor.settings import ExecutorSettings
@@ -30,8 +31,9 @@ class OwnSidecar:
         self._group = group
         self._settings = settings
         self._name = f"rollout-{secrets.token_hex(4)}"
-        self.address = "127.0.0.1:0"
-        """Where it serves, HOST:PORT, once it has been started; then always the same."""
+        self._socket = PrivateSocket()
+        self.address = str(self._socket.address)
+        """Where it serves: a Unix socket that only this user can reach."""
         self._ready_file = group.directory / "sidecar.ready"
         self._process: ChildProcess | None = None
         self.problem = ""
@@ -44,9 +46,7 @@ class OwnSidecar:
             "the sidecar", self._command(), log_file=self._group.log_file("sidecar")
         )
         await asyncio.to_thread(self._group.add, process)
-        self.address = await process.wait_for_ready_file(
-            self._ready_file, timeout_seconds=self._settings.start_timeout_seconds
-        )
+        await process.wait_for_ready_file(self._ready_file, timeout_seconds=self._settings.start_timeout_seconds)
 
     async def keep_running(self, sidecar: Sidecar) -> None:
         """Start it again whenever it has died or, as `sidecar` says of it, its engine has; until cancelled."""

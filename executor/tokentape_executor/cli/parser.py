@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from tokentape.listen import ListenAddress
+from tokentape.access import add_access_options
+from tokentape.config import ConfigurableParser
+from tokentape.listen import parse_address
 from tokentape_executor.cli.help_text import DESCRIPTION, EPILOG, USAGE
 from tokentape_executor.oracle_report import DEFAULT_TOLERANCE
 from tokentape_executor.settings import OnFailure
@@ -18,15 +20,15 @@ ON_FAILURE = {"record": OnFailure.RAISE, "placeholder": OnFailure.PLACEHOLDER}
 """What `--on-failure` calls what becomes of a failed rollout."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> ConfigurableParser:
     """Return the parser of all three modes' options."""
-    parser = argparse.ArgumentParser(
+    parser = ConfigurableParser(
+        passes_on=True,
         prog="tokentape-rollout",
         usage=USAGE,
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS", help="JSON lines, a task each")
     parser.add_argument(
@@ -35,7 +37,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", metavar="DIR", help="the checkpoint that a sidecar is started for; with --verify: for transformers"
     )
-    for add in (_add_policy, _add_agent, _add_rollouts, _add_sampling, _add_failures, _add_verify, _add_script):
+    for add in (
+        _add_policy,
+        add_access_options,
+        _add_agent,
+        _add_rollouts,
+        _add_sampling,
+        _add_failures,
+        _add_verify,
+        _add_script,
+    ):
         add(parser)
     return parser
 
@@ -46,9 +57,9 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
         "--sidecar",
         action="append",
         default=[],
-        type=ListenAddress.parse,
-        metavar="HOST:PORT",
-        help="a running sidecar; repeatable: each rollout goes to the one that has the fewest",
+        type=parse_address,
+        metavar="ADDRESS",
+        help="a running sidecar, HOST:PORT or unix:/PATH; repeatable: each rollout goes to the one that has the fewest",
     )
     group.add_argument(
         "--bridge",
@@ -78,8 +89,22 @@ def _add_rollouts(parser: argparse.ArgumentParser) -> None:
     _add(group, "--concurrency", _positive, "N", "how many run at once (default: 32)", default=32)
     _add(group, "--limit", _positive, "N", "only the first N prompts")
     _add(group, "--max-turns", _positive, "N", "most calls of a rollout (TOKENTAPE_MAX_TURNS)")
+    _add(
+        group,
+        "--max-weight-changes",
+        _count,
+        "N",
+        "most changes of the weights that a call may live through after its first token (TOKENTAPE_MAX_WEIGHT_CHANGES)",
+    )
     _add(group, "--rollout-timeout", _seconds, "S", "seconds that a rollout may take (TOKENTAPE_ROLLOUT_TIMEOUT)")
     _add(group, "--turn-timeout", _seconds, "S", "seconds that a turn of it may take (TOKENTAPE_TURN_TIMEOUT)")
+    _add(
+        group,
+        "--reader-tokens",
+        Path,
+        "FILE",
+        "begin FILE anew with a line per tape, for tokentape-watch: who reads it can read and seal these tapes",
+    )
     _add(group, "--tapes", Path, "FILE", "also append the tape of each rollout that gave samples (docs/tape-file.md)")
 
 

@@ -17,6 +17,7 @@ from tokentape_executor.cli.sidecar import Sidecar
 from tokentape_executor.errors import ExecutorError, StartFailed
 from tokentape_executor.nemo_gym import GymAgents
 from tokentape_executor.node import NodeMember, NodeSpec
+from tokentape_executor.reader_tokens import ReaderTokenFile
 from tokentape_executor.services import ServiceGroup
 
 Report = Callable[[str], object]
@@ -72,6 +73,7 @@ async def running_policy(
     async with contextlib.AsyncExitStack() as stack:
         services: list[Callable[[], None]] = []
         stack.push_async_callback(_stop, services)
+        reader_tokens = None if options.reader_tokens is None else ReaderTokenFile(options.reader_tokens)
         own = await _own_sidecar(options, services, report)
         addresses = options.sidecars if own is None else (own.address,)
         sidecars = [await _connect(address, options, stack, report) for address in addresses]
@@ -87,7 +89,7 @@ async def running_policy(
             await gate.reaches(sidecar.name)
         gym = None if node is None or options.agent != GYM else await _gym(options, node, stack, report)
         yield RunPolicy(
-            PooledTapes(sidecars, gate, sampled),
+            PooledTapes(sidecars, gate, sampled, reader_tokens),
             model_name,
             own,
             gym,
@@ -120,6 +122,7 @@ async def _connect(address: str, options: RunOptions, stack: contextlib.AsyncExi
         address,
         timeout_seconds=options.settings.start_timeout_seconds,
         time_to_live_seconds=options.settings.tape_time_to_live_seconds,
+        access=options.access,
     )
     stack.push_async_callback(sidecar.channel.close)
     return sidecar
@@ -155,6 +158,7 @@ async def _join(
         options.settings,
         group=f"tokentape-rollout-{secrets.token_hex(8)}",
         policy_model_name=model_name if wants_gym else None,
+        access=options.access,
     )
     node = await NodeMember.join(spec, {sidecar.name: sidecar.address for sidecar in sidecars})
     services.append(node.leave)

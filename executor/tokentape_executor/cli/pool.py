@@ -16,6 +16,7 @@ from tokentape.v1 import tape_pb2, types_pb2
 from tokentape_executor.cli.bridge_gate import BridgeGate
 from tokentape_executor.cli.sidecar import Health, Sidecar
 from tokentape_executor.errors import SidecarUnavailable
+from tokentape_executor.reader_tokens import ReaderTokenFile
 from tokentape_executor.tape_client import NO_OPTIONS, OpenedTape, TapeClient, TapeOptions
 from tokentape_executor.tape_file import StoredTape
 
@@ -31,12 +32,22 @@ recorded: ContextVar[Recorded | None] = ContextVar("recorded", default=None)
 class PooledTapes(TapeClient):
     """The tapes of several sidecars of different names."""
 
-    def __init__(self, sidecars: Sequence[Sidecar], bridge: BridgeGate, sampled: Callable[[int], object]) -> None:
-        """`sidecars`: one at least. `sampled` is called with the number of tokens that were just sampled on a tape."""
+    def __init__(
+        self,
+        sidecars: Sequence[Sidecar],
+        bridge: BridgeGate,
+        sampled: Callable[[int], object],
+        reader_tokens: ReaderTokenFile | None = None,
+    ) -> None:
+        """`sidecars`: one at least. `sampled` is called with the number of tokens that were just sampled on a tape.
+
+        `reader_tokens` gets a line for each tape that is opened.
+        """
         super().__init__(sidecars[0].channel, sidecars[0].name)
         self.sidecars = {sidecar.name: sidecar for sidecar in sidecars}
         self._bridge = bridge
         self._sampled = sampled
+        self._reader_tokens = reader_tokens
         self._some_serve = asyncio.Event()
         self._none_serves = asyncio.Event()
         self._some_serve.set()
@@ -82,6 +93,8 @@ class PooledTapes(TapeClient):
                 await asyncio.sleep(_RETRY_SECONDS)
             else:
                 sidecar.open_tapes.add(tape.tape_id)
+                if self._reader_tokens is not None:
+                    self._reader_tokens.add(tape, sidecar.address)
                 return tape
             finally:
                 sidecar.opening -= 1

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
+from tokentape.access import OPEN, Access, UnusableAccess
 from tokentape.channel import dial
 from tokentape.v1 import generation_pb2, generation_pb2_grpc
 from tokentape_executor.errors import StartFailed
@@ -56,12 +57,18 @@ class Sidecar:
         """Tapes of rollouts that run."""
 
     @classmethod
-    async def connect(cls, address: str, *, timeout_seconds: float, time_to_live_seconds: float) -> Self:
-        """Return the sidecar at `address` (HOST:PORT) as soon as it answers.
+    async def connect(
+        cls, address: str, *, timeout_seconds: float, time_to_live_seconds: float, access: Access = OPEN
+    ) -> Self:
+        """Return the sidecar at `address` (HOST:PORT or unix:/PATH), which lets in `access`, as soon as it answers.
 
-        Its tapes are kept for `time_to_live_seconds`. Raises `StartFailed` where it does not answer in time.
+        Its tapes are kept for `time_to_live_seconds`. Raises `StartFailed` where it does not answer in time, or
+        does not let in `access`.
         """
-        channel = dial(address)
+        try:
+            channel = dial(address, access)
+        except UnusableAccess as error:
+            raise StartFailed(str(error)) from error
         try:
             model = await _model(address, channel, timeout_seconds)
         except BaseException:
@@ -106,6 +113,10 @@ async def _model(address: str, channel: grpc.aio.Channel, timeout_seconds: float
         try:
             return await stub.GetModel(generation_pb2.GetModelRequest(), timeout=_RPC_SECONDS)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise StartFailed(
+                    f"the sidecar at {address} does not let us in (--sidecar-token-file): {error.details()}"
+                ) from None
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
                 raise StartFailed(
                     f"the sidecar at {address} did not answer within {timeout_seconds:g} s: "

@@ -32,6 +32,7 @@ def terms_of(options: RunOptions) -> dict[str, Any]:
         "--max-tokens": sampling.max_tokens,
         "--max-context-tokens": options.max_context_tokens,
         "--max-turns": settings.max_turns,
+        "--max-weight-changes": settings.max_weight_changes,
         "TOKENTAPE_MAX_SAMPLED": settings.max_sampled_tokens,
         "TOKENTAPE_KEEP_REASONING": settings.keep_reasoning,
         **(by_gym if options.agent == GYM else {}),

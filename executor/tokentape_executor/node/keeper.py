@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tokentape.process import configure_logging
+from tokentape.logs import configure_logging
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.node.membership import Membership
 from tokentape_executor.node.places import Place, sweep

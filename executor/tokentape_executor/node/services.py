@@ -10,6 +10,7 @@ from typing import cast
 
 import httpx
 
+from tokentape.access import access_options
 from tokentape_executor.node.attach import AttachPlan, policy_address, policy_base_url
 from tokentape_executor.node.bridge import BridgePlan, sidecar_states
 from tokentape_executor.node.gym import GymPlan
@@ -61,7 +62,8 @@ async def _keep_bridge(place: Place, spec: NodeSpec, address: Address, members: 
             ran.set()
 
     log_file = _logs(place, spec) / BRIDGE
-    plan = BridgePlan(place, address, spec.bridge_options, log_file, spec.start_timeout_seconds)
+    options = [*access_options(spec.access), *spec.bridge_options]
+    plan = BridgePlan(place, address, options, log_file, spec.start_timeout_seconds)
     await Supervised("bridge", plan.running, publish).run()
 
 

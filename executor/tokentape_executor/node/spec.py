@@ -10,8 +10,11 @@ from typing import Self
 
 from pydantic import TypeAdapter
 
+from tokentape.access import OPEN, Access
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.settings import ExecutorSettings
+
+_NOT_ON_A_NODE = ("--api-key-file", "--tls-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +55,24 @@ class NodeSpec:
     """Where `bridge.log`, `nemo_gym.log` and the keeper's `node.log` go, to stay. `None`: they go with the keeper."""
     start_timeout_seconds: float
     """How long each process may take to be ready."""
+    access: Access = OPEN
+    """How the bridge gets into the sidecars: names of files, no secret."""
 
     @classmethod
-    def from_settings(cls, settings: ExecutorSettings, *, group: str, policy_model_name: str | None) -> Self:
+    def from_settings(
+        cls, settings: ExecutorSettings, *, group: str, policy_model_name: str | None, access: Access = OPEN
+    ) -> Self:
         """Return what `settings` say. `policy_model_name` is what Gym shall call the policy; `None`: no Gym.
 
-        Raises `StartFailed` where the settings have a bridge ask for keys, which nobody of the node would show.
+        `access` gets the bridge into the sidecars. Raises `StartFailed` where the settings have the bridge ask for keys
+        or speak TLS, which nobody of the node would.
         """
-        if any(option.startswith("--api-key-file") for option in settings.bridge_options):
-            raise StartFailed(
-                "TOKENTAPE_BRIDGE_OPTIONS: --api-key-file: a node's bridge asks for no key; start one by hand, and "
-                "give open_policy (or tokentape-rollout) its URL and key"
-            )
+        for option in settings.bridge_options:
+            if option.startswith(_NOT_ON_A_NODE):
+                raise StartFailed(
+                    f"TOKENTAPE_BRIDGE_OPTIONS: {option.partition('=')[0]}: a node's bridge asks for no key and speaks "
+                    "no TLS; start one by hand, and give open_policy (or tokentape-rollout) its URL and key"
+                )
         gym: GymSpec | AttachedGym | None = None
         if policy_model_name is not None and settings.gym_url is not None:
             gym = AttachedGym(settings.gym_url, policy_model_name)
@@ -75,6 +84,7 @@ class NodeSpec:
             gym=gym,
             log_directory=None if settings.log_directory is None else settings.log_directory.absolute(),
             start_timeout_seconds=settings.start_timeout_seconds,
+            access=access.absolute(),
         )
 
     def to_json(self) -> bytes:

