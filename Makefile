@@ -19,6 +19,9 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 # `$(call protoc,DIRECTORY)`: the generated code, below DIRECTORY.
 protoc = $(PROTOC) --python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1)
+# `$(call borrowing,ENVIRONMENT)`: a new environment that has what .venv has.
+borrowing = python -m venv --clear --without-pip $(1) && \
+  python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$$(echo $(1)/lib/python3*/site-packages)/borrowed.pth
 # `$(call moved,ENVIRONMENT)`: a prerequisite that is never up to date, if ENVIRONMENT was made for another checkout.
 moved = $(if $(filter-out $(CURDIR),$(shell cat $(1)/.stamp 2>/dev/null)),moved)
 
@@ -43,6 +46,15 @@ test: .venv/.stamp .venv-gym/.stamp $(MODEL)/config.json ## Run every test, thos
 soak: .venv/.stamp ## Run 1,000 rollouts at once for ten minutes, without a GPU; SOAK="--rollouts 100 --seconds 60" for less
 	$(call say,soak: a scripted sidecar$(comma) rollouts that disconnect and abort$(comma) and what is left open after)
 	@exec python -m bench.soak $(SOAK)
+
+.PHONY: bench
+bench: .venv/.stamp .cache/bench-smg/.stamp .cache/bench-tools/.stamp $(MODEL)/config.json ## Measure tokentape beside its peers (half an hour, no GPU); write the table and plots of bench/README.md
+	$(call say,bench: sidecar$(comma) bridge and peers on an engine that pushes; logs and results in out/bench)
+	@python -m bench.compare $(BENCH)
+	$(call say,bench: conversations of many turns; memory)
+	@python -m bench.turns
+	$(call say,bench: bench/README.md)
+	@.cache/bench-tools/bin/python -m bench.report
 
 .PHONY: check
 check: .venv/.stamp ## Lint, formats, types, imports between components, contract, generated code
@@ -89,6 +101,20 @@ clean: ## Remove the environments, the model and everything else that was made h
 	$(call say,.venv-gym: Python 3.13 or 3.12 with NeMo Gym (1.4 GB$(comma) some minutes))
 	@requirements/make_venv.sh .venv-gym requirements/gym.lock PYTHON_GYM 3.13 3.12
 	@echo '$(CURDIR)' >$@
+
+# Environments of the bench alone. A peer's has the engine of .venv: all are measured on the same vLLM.
+.cache/bench-smg/.stamp: .venv/.stamp
+	$(call say,.cache/bench-smg: smg-grpc-servicer 0.14.1 on the vLLM of .venv)
+	@$(call borrowing,.cache/bench-smg)
+	@.venv/bin/python -m pip --python .cache/bench-smg/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  smg-grpc-servicer==0.14.1 smg-grpc-proto==0.4.28
+	@touch $@
+
+.cache/bench-tools/.stamp: .venv/.stamp
+	$(call say,.cache/bench-tools: matplotlib)
+	@$(call borrowing,.cache/bench-tools)
+	@.venv/bin/python -m pip --python .cache/bench-tools/bin/python install --quiet --disable-pip-version-check matplotlib
+	@touch $@
 
 # Order only: the model does not change with the environment.
 $(MODEL)/config.json: | .venv/.stamp

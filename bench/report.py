@@ -64,8 +64,9 @@ def turns_table(turns: Rows) -> str:
         "|---:" * 6 + "|",
     ]
     for number in SHOWN_TURNS:
-        around = [turn for turn in turns if number - 2 < turn["turn"] <= number + 2]
-        if around and around[-1]["turn"] >= number:
+        first = min(number, len(turns) - 3)
+        around = [turn for turn in turns if first <= turn["turn"] < first + 4]
+        if number <= len(turns):
             grpc = _mean(around, "grpc_bytes_to_sidecar") + _mean(around, "grpc_bytes_from_sidecar")
             cells = [_mean(around, "history_tokens"), _mean(around, "sidecar_cpu_ms"), _mean(around, "bridge_cpu_ms")]
             shown = [f"{cells[0]:,.0f}", f"{cells[1]:.1f}", f"{cells[2]:.1f}", f"{grpc:,.0f}"]

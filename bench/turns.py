@@ -31,6 +31,7 @@ from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2
 
 SHOWN_TURNS = (2, 16, 64, 128)
 _WORDS = ("time", "water", "under", "light", "house", "river", "number", "people", "sound", "great", "place", "year")
+_JSON = {"Content-Type": "application/json"}
 _SETTLE_SECONDS = 0.2
 _MANY_TAPES, _LONG_TAPES, _LONG_TOKENS = 4000, 64, 2048
 
@@ -104,7 +105,7 @@ class Conversation:
             "metadata": {"tape_id": self._tape_id},
         }
         content = json.dumps(body).encode()
-        answer = await self._client.post("/v1/chat/completions", content=content)
+        answer = await self._client.post("/v1/chat/completions", content=content, headers=_JSON)
         if answer.status_code != 200:
             raise RuntimeError(answer.text[:500])
         said = answer.json()

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from tokentape.process import write_ready_file
+from tokentape.process import UnusableReadyFile, clear_ready_file, write_ready_file
 from tokentape.tracing import TracingUnavailable
 from tokentape_bridge.process import CannotServeError, bind, check, prepare
 from tokentape_bridge.settings import Settings, parse_settings, read_arguments
@@ -29,8 +29,10 @@ def main() -> int:
         check(settings)
         listener = bind(settings.listen)
         with listener:
+            if settings.ready_file is not None:
+                clear_ready_file(settings.ready_file)
             return asyncio.run(_serve(settings, listener, arguments))
-    except (CannotServeError, TracingUnavailable) as error:
+    except (CannotServeError, UnusableReadyFile, TracingUnavailable) as error:
         sys.stderr.write(f"tokentape-bridge: {error}\n")
         return 1
 

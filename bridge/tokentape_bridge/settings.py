@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from tokentape.access import Access, access_from, add_access_options
 from tokentape.config import ConfigurableParser
 from tokentape.listen import ListenAddress
 from tokentape.logs import LogFormat
+from tokentape.option_types import positive_count, positive_seconds, seconds
 from tokentape.process import add_serving_options, add_telemetry_options
 from tokentape.tls import ServerTls, add_tls_options, refuse_unguarded, tls_from
 
@@ -103,6 +103,9 @@ def read_arguments(arguments: Sequence[str]) -> list[str]:
 def _parser() -> ConfigurableParser:
     parser = ConfigurableParser(
         prog="tokentape-bridge",
+        usage="%(prog)s --sidecar NAME=ADDRESS [--sidecar NAME=ADDRESS …] [options]\n"
+        "       %(prog)s --sidecar-file FILE [options]\n"
+        "       %(prog)s --config FILE [options]",
         description=_DESCRIPTION,
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -207,55 +210,32 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-request-bytes",
-        type=_positive,
+        type=positive_count,
         default=DEFAULT_MAX_REQUEST_BYTES,
         metavar="N",
         help=f"answer 413 to a request with a larger body (default: {DEFAULT_MAX_REQUEST_BYTES}, which is 64 MiB)",
     )
     group.add_argument(
         "--workers",
-        type=_positive,
+        type=positive_count,
         default=1,
         metavar="N",
         help="processes that serve, each with its own connections to the sidecars (default: 1)",
     )
     group.add_argument(
         "--grace-seconds",
-        type=_seconds,
+        type=seconds,
         default=30.0,
         metavar="S",
         help="how long running requests may go on after SIGTERM or SIGINT (default: 30); a second signal ends them",
     )
     group.add_argument(
         "--request-timeout",
-        type=_timeout,
+        type=positive_seconds,
         metavar="S",
         help="end a request that takes longer with status 504 and abort its calls at the engine; a request may ask for "
         "less by the header x-request-timeout, in seconds (default: none)",
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _timeout(text: str) -> float:
-    seconds = _seconds(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
 
 
 def _name_and_address(text: str) -> tuple[str, str]:

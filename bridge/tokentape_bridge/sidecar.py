@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
-import tempfile
-import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass
-from pathlib import Path
-from weakref import WeakValueDictionary
 
 import grpc
 import grpc.aio
@@ -23,20 +18,13 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tokentape.access import OPEN, Access
 from tokentape.channel import dial
-from tokentape.v1.generation_pb2 import (
-    GenerateRequest,
-    GenerateResponse,
-    GetModelRequest,
-    GetModelResponse,
-    GetTokenizerRequest,
-    GetTokenizerResponse,
-)
+from tokentape.v1.generation_pb2 import GenerateRequest, GenerateResponse, GetModelRequest, GetModelResponse
 from tokentape.v1.generation_pb2_grpc import GenerationServiceStub
 from tokentape.v1.tape_pb2 import FindCallsRequest, FindCallsResponse
 from tokentape.v1.tape_pb2_grpc import TapeServiceStub
 from tokentape_bridge import metrics
 from tokentape_bridge.account import CallMeter
-from tokentape_bridge.archive import MAX_ARCHIVE_BYTES, ArchiveError, unpack, verify
+from tokentape_bridge.archive import ArchiveError
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.deadline import seconds_left, statuses_translated
 from tokentape_bridge.errors import ApiError, not_let_in
@@ -44,23 +32,17 @@ from tokentape_bridge.families import Family, FamilyError
 from tokentape_bridge.parents import FindCalls
 from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
+from tokentape_bridge.tokenizer_loading import load_tokenizer
 from tokentape_bridge.tracing import call_span
 
 _logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_SECONDS = 0.8
-"""How long a health check may take; a sidecar that does not answer by then does not serve."""
+"""How long a health check may take. A sidecar that does not answer by then is what it last said that it is."""
 
 _MODEL_TIMEOUT_SECONDS = 10
-_TOKENIZER_TIMEOUT_SECONDS = 60
 _RETRY_SECONDS = 0.3
 _MOST_RETRY_SECONDS = 10
-
-_loaded: WeakValueDictionary[str, Tokenizer] = WeakValueDictionary()
-"""By their archive's SHA-256: sidecars of one model share its tokenizer."""
-
-_load_lock = threading.Lock()
-"""transformers cannot be imported by two threads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +140,13 @@ class Sidecar:
         try:
             answer = await self._check_health(HealthCheckRequest(), timeout=HEALTH_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
-        if answer.status != HealthCheckResponse.SERVING:
-            return HealthCheckResponse.ServingStatus.Name(answer.status)
+            # One that has many calls to begin answers late, and is not gone: keepalive ends the connection of one that
+            # is.
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or not self.serves:
+                return f"{error.code().name}: {error.details()}"
+        else:
+            if answer.status != HealthCheckResponse.SERVING:
+                return HealthCheckResponse.ServingStatus.Name(answer.status)
         if self.serves and self.served_now is not None:
             own_name = self.served_now.model.sidecar_name
             return None if own_name == self.name else f"is named {own_name!r}, not {self.name!r}: it has no such tapes"
@@ -246,18 +232,10 @@ class Sidecar:
             self.served_now = None
 
     async def _load_tokenizer(self) -> Tokenizer:
-        call = self._generation.GetTokenizer(GetTokenizerRequest(), timeout=_TOKENIZER_TIMEOUT_SECONDS)
         try:
-            pieces = aiter(call)
-            first = await anext(pieces, GetTokenizerResponse())
-            if self._tokenizer is not None and self._tokenizer.sha256 == first.sha256:
-                return self._tokenizer
-            archive = await _receive(first, pieces)
-            return await asyncio.to_thread(_unpack_and_load, archive, first.sha256)
+            return await load_tokenizer(self._generation, self._tokenizer)
         except (ArchiveError, TokenizerError) as error:
             raise _unusable(str(error)) from error
-        finally:
-            call.cancel()
 
 
 def _unusable(problem: str) -> ApiError:
@@ -271,38 +249,3 @@ def _not_serving(name: str) -> ApiError:
         status=503,
         error_type="service_unavailable",
     )
-
-
-async def _receive(first: GetTokenizerResponse, rest: AsyncIterator[GetTokenizerResponse]) -> bytes:
-    """Return the verified archive of which `first` is the first piece. Raises `ArchiveError`."""
-    if first.size_bytes > MAX_ARCHIVE_BYTES:
-        raise ArchiveError(f"the tokenizer's archive has {first.size_bytes} bytes, more than {MAX_ARCHIVE_BYTES}")
-    archive = bytearray(first.data)
-    async for piece in rest:
-        archive += piece.data
-        if len(archive) > first.size_bytes:
-            break
-    whole = bytes(archive)
-    verify(whole, sha256=first.sha256, size_bytes=first.size_bytes)
-    return whole
-
-
-def _unpack_and_load(archive: bytes, sha256: str) -> Tokenizer:
-    with _load_lock:
-        tokenizer = _loaded.get(sha256)
-        if tokenizer is None:
-            with tempfile.TemporaryDirectory(prefix="tokentape-tokenizer-") as directory:
-                unpack(archive, Path(directory))
-                tokenizer = _loaded[sha256] = Tokenizer.load(Path(directory), sha256)
-            _spare_the_collector()
-        return tokenizer
-
-
-def _spare_the_collector() -> None:
-    """Take what is loaded now out of the garbage collector's sight.
-
-    Each full collection would otherwise go through it, and stop every stream for more than 100 ms.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()

@@ -178,8 +178,8 @@ class AgentExecutor(AgentExecutorBase):
     async def _start_vllm_server(self, llm_engine: Any, hf_tokenizer: Any) -> None:
         """Serve the engine: start the sidecar on this loop, and put it behind the node's bridge."""
         # Imported here, as is the adapter: nothing needs a sidecar before there is an engine.
+        from tokentape_sidecar.listener import Listener  # noqa: PLC0415
         from tokentape_sidecar.server import Sidecar  # noqa: PLC0415
-        from tokentape_sidecar.settings import Listener  # noqa: PLC0415
 
         services = self._running_services()
         # The sidecar packs the files when it starts, and has no more need of them.

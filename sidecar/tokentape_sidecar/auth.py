@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from tokentape.secret_file import SecretFile
-from tokentape_sidecar.rpc_errors import Context
+from tokentape_sidecar.interceptors import Context, Continuation, Handler, metadata_of
 
 _OPEN_METHODS = "/grpc.health.v1."
 _SCHEME = "bearer"
@@ -21,16 +21,13 @@ class TokenGate(grpc.aio.ServerInterceptor):
     def __init__(self, tokens: SecretFile, option: str) -> None:
         """Let in who shows one of `tokens`, which were given as `option`."""
         self._tokens = tokens
-        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refusing(option))
+        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(_refusing(option))
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Return the method's handler, or one that refuses (see `grpc.aio.ServerInterceptor`)."""
-        method: Any = handler_call_details.method
-        is_open = str(method).startswith(_OPEN_METHODS)
+        is_open = handler_call_details.method.startswith(_OPEN_METHODS)
         if is_open or self._tokens.accept(_shown_token(handler_call_details)):
             return await continuation(handler_call_details)
         return self._refusal
@@ -38,8 +35,7 @@ class TokenGate(grpc.aio.ServerInterceptor):
 
 def _shown_token(details: grpc.HandlerCallDetails) -> bytes:
     """Return the token of a call; empty where it shows none, or several."""
-    metadata: Any = details.invocation_metadata
-    shown = [value for key, value in metadata if key == "authorization"]
+    shown = [value for key, value in metadata_of(details) if key == "authorization"]
     if len(shown) != 1:
         return b""
     scheme, _, token = str(shown[0]).partition(" ")

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_VERSION_CHARACTERS = 256
 _SLEEP_LEVELS = (1, 2)
+_END_SECONDS = 1.0
 _WEIGHTS = MEMORY_TAGS[0]
 
 
@@ -136,14 +137,17 @@ class Control:
         self._closing = True
 
     async def close(self, grace_seconds: float) -> None:
-        """Let the operation that has begun end within the grace period, then cancel it."""
+        """Let the operation that has begun end within the grace period, then cancel it.
+
+        One that waited for calls, which are aborted by now, has a second for it in any case.
+        """
         self.refuse()
         task = self._operation
         if task is None:
             return
-        await asyncio.wait({task}, timeout=grace_seconds)
+        await asyncio.wait({task}, timeout=max(grace_seconds, _END_SECONDS))
         task.cancel()
-        await asyncio.wait({task}, timeout=grace_seconds)
+        await asyncio.wait({task}, timeout=_END_SECONDS)
 
     async def _run(
         self, operation: Operation, work: Callable[[], Awaitable[object]], *, interruptible: bool = False
@@ -156,6 +160,8 @@ class Control:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
+            if self._closing and task.cancelled():
+                raise ShuttingDown(f"the sidecar is shutting down, too soon to {operation.value} to its end") from None
             if interruptible:
                 task.cancel()
             raise
@@ -220,8 +226,11 @@ class Control:
         if mode is PauseMode.WAIT:
             await self._pause(mode, clear_cache=True)
             mode = PauseMode.KEEP
-        await _to_its_end(controls.sleep(level, mode))
-        self._sleep = _Sleep(discarded=level > 1)
+        try:
+            await _to_its_end(controls.sleep(level, mode))
+        finally:
+            # Also where its asker has left: it sleeps all the same.
+            self._sleep = _Sleep(discarded=level > 1 and self._asleep)
 
     async def _wake_up(self, tags: Sequence[str]) -> None:
         if self._sleep.discarded:

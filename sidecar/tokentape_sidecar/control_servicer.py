@@ -11,7 +11,7 @@ from tokentape_sidecar.control_states import State
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.engine_controls import PauseMode
 from tokentape_sidecar.errors import InvalidArgument
-from tokentape_sidecar.rpc_errors import Context
+from tokentape_sidecar.interceptors import Context
 from tokentape_sidecar.tape import Tape
 from tokentape_sidecar.tape_store import TapeStore
 

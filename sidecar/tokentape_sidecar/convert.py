@@ -9,9 +9,10 @@ from tokentape.text_pieces import TextPieces
 from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
 from tokentape_sidecar import tape as tapes
 from tokentape_sidecar.call_request import CallReference, CallRequest
+from tokentape_sidecar.choice_record import Completion, TokenRun
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Model, Sampling, StructuredOutput, TopLogprobs
 from tokentape_sidecar.errors import InvalidArgument
-from tokentape_sidecar.record import CallRecord, Completion, Origin, Parent, SplitCause, TokenRun
+from tokentape_sidecar.record import CallRecord, Origin, Parent, SplitCause
 from tokentape_sidecar.tape import TapeLimits, TapePolicy
 
 _SCALARS = (

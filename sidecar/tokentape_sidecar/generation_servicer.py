@@ -10,10 +10,10 @@ from tokentape import tracing
 from tokentape.logs import bind
 from tokentape.v1 import generation_pb2, generation_pb2_grpc
 from tokentape_sidecar import convert
+from tokentape_sidecar.call_reader import CallReader
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Engine
-from tokentape_sidecar.record import CallReader
-from tokentape_sidecar.rpc_errors import Context
+from tokentape_sidecar.interceptors import Context
 from tokentape_sidecar.tape_store import TapeStore
 
 # Small enough for a client with gRPC's default limit of 4 MiB, grpcurl among them.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Self
 
 import grpc
@@ -18,11 +18,13 @@ from tokentape.keepalive import Keepalive
 from tokentape.listen import ListenAddress, UnixAddress
 from tokentape.secret_file import SecretFile
 from tokentape_sidecar.auth import TokenGate
+from tokentape_sidecar.listener import AddressInUse, Listener
 from tokentape_sidecar.rpc_errors import ErrorInterceptor
-from tokentape_sidecar.settings import Listener
 from tokentape_sidecar.tls_credentials import server_credentials
 from tokentape_sidecar.tracing import TracingInterceptor
-from tokentape_sidecar.unix_socket import AddressInUse, claimed
+from tokentape_sidecar.unix_socket import claimed
+
+_grpc_logger = logging.getLogger("grpc._cython.cygrpc")
 
 _HEALTH_SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -36,13 +38,10 @@ class GrpcServer:
         address: str,
         services: Sequence[str],
         health: HealthServicer,
-        *,
-        socket: Path | None,
     ) -> None:
         """Use `start`."""
         self.address = address
         """Where it listens, as a client dials it."""
-        self._socket = socket
         self._server = server
         self._services = services
         self._health = health
@@ -62,6 +61,7 @@ class GrpcServer:
         where a file of `listener` cannot be used.
         """
         use_grpc()
+        _grpc_logger.addFilter(_without_metadata)
         credentials = None if listener.tls is None else server_credentials(listener.tls)
         server = grpc.aio.server(
             interceptors=_interceptors(listener), options=_options(max_message_bytes, listener.keepalive)
@@ -78,8 +78,7 @@ class GrpcServer:
                 raise AddressInUse(f"cannot listen on {address}: the address is in use or not this machine's") from None
             _close_to_others(listener)
         bound = address.with_port(port) if isinstance(address, ListenAddress) else address
-        socket = address.path if isinstance(address, UnixAddress) else None
-        started = cls(server, str(bound), services, health, socket=socket)
+        started = cls(server, str(bound), services, health)
         await started.tell_health(serves=False)
         await server.start()
         return started
@@ -95,10 +94,11 @@ class GrpcServer:
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Take no more calls, and cancel those that have not ended after `grace_seconds`."""
+        """Take no more calls, and cancel those that have not ended after `grace_seconds`.
+
+        A Unix socket is gone when that begins, so that its path may have the socket of another server when it ends.
+        """
         await self._server.stop(grace_seconds)
-        if self._socket is not None:
-            self._socket.unlink(missing_ok=True)
 
 
 def check_files(listener: Listener) -> None:
@@ -106,6 +106,13 @@ def check_files(listener: Listener) -> None:
     _interceptors(listener)
     if listener.tls is not None:
         server_credentials(listener.tls)
+
+
+def _without_metadata(record: logging.LogRecord) -> bool:
+    """Let a line pass, but without the metadata that gRPC could not read: it may be a token."""
+    if record.exc_info is not None and isinstance(record.exc_info[1], UnicodeDecodeError):
+        record.msg, record.args, record.exc_info = "a client sent metadata that is no text", (), None
+    return True
 
 
 def _interceptors(listener: Listener) -> list[grpc.aio.ServerInterceptor]:

@@ -12,19 +12,20 @@ from pathlib import Path
 
 from tokentape.listen import ListenAddress, UnixAddress, parse_address
 from tokentape.logs import configure_logging
-from tokentape.process import write_ready_file
+from tokentape.process import UnusableReadyFile, clear_ready_file, write_ready_file
 from tokentape.secret_file import UnusableSecretFile
 from tokentape.tls import UnusableCertificate
 from tokentape.tracing import TracingUnavailable, name_service, tracing
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.errors import TokentapeError
 from tokentape_sidecar.grpc_server import check_files
+from tokentape_sidecar.listener import AddressInUse
 from tokentape_sidecar.metrics_server import metrics_served
 from tokentape_sidecar.script import Script, ScriptError
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
 from tokentape_sidecar.settings import Settings, parse_settings
-from tokentape_sidecar.unix_socket import AddressInUse, check_unserved
+from tokentape_sidecar.unix_socket import check_unserved
 
 logger = logging.getLogger("tokentape.sidecar")
 
@@ -86,6 +87,8 @@ async def _serve(settings: Settings) -> None:
         if listener is not None:
             # Now rather than after the engine has loaded.
             check_files(listener)
+    if settings.ready_file is not None:
+        clear_ready_file(settings.ready_file)
     for number in _STOP_SIGNALS:
         # While the engine loads it blocks the loop: a signal then ends the process by an exception, which lets the
         # engine take its own processes with it.
@@ -117,7 +120,9 @@ async def _serve_on(engine: Engine, settings: Settings, stop: asyncio.Event) -> 
     try:
         # To the very end: how a sidecar drains is worth seeing.
         with metrics_served(sidecar.measured, settings.metrics_listen) as metrics_address:
-            logger.info("serving %s on %s as %r", engine.model.name, sidecar.address, sidecar.name)
+            places = {"controls": sidecar.control_address, "metrics": metrics_address}
+            others = "".join(f", {what} on {address}" for what, address in places.items() if address is not None)
+            logger.info("serving %s on %s as %r%s", engine.model.name, sidecar.address, sidecar.name, others)
             if settings.ready_file is not None:
                 write_ready_file(
                     settings.ready_file,
@@ -153,6 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
         AddressInUse,
         UnusableSecretFile,
         UnusableCertificate,
+        UnusableReadyFile,
         TracingUnavailable,
     ) as error:
         print(f"tokentape-sidecar: {error}", file=sys.stderr)  # noqa: T201 - the answer to a command

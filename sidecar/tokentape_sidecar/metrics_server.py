@@ -21,7 +21,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from typing_extensions import override
 
 from tokentape.listen import ListenAddress
-from tokentape_sidecar.grpc_server import AddressInUse
+from tokentape_sidecar.listener import AddressInUse
 from tokentape_sidecar.metrics import Measured, SidecarCollector
 
 if TYPE_CHECKING:

@@ -17,80 +17,16 @@ import enum
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from tokentape_sidecar.broadcast import Broadcast
+from tokentape_sidecar.choice_record import ChoiceRecord, Completion
 from tokentape_sidecar.engine import UNVERSIONED, FinishReason, Sampling, TopLogprobs, Weights
 from tokentape_sidecar.errors import CallError, StaleWeights, TokentapeError
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """How a choice ended; `token_count` counts its sampled tokens, the stop token included."""
-
-    choice: int
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    token_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRun:
-    """Consecutive sampled tokens of one choice under one version of the weights.
-
-    `token_ids` and `logprobs` are of one length; `start` is the index of the first within the choice.
-    """
-
-    choice: int
-    start: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    weights: Weights
-    top_logprobs: TopLogprobs | None
-
-
-@dataclass(slots=True)
-class ChoiceRecord:
-    """One completion: columns of one length, and how it ended."""
-
-    token_ids: array[int] = field(default_factory=lambda: array("I"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    weight_starts: list[int] = field(default_factory=list[int])
-    weights: list[Weights] = field(default_factory=list[Weights])
-    """Which weights sampled the tokens from the start of the same index on."""
-    top_token_ids: array[int] = field(default_factory=lambda: array("I"))
-    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
-    completion: Completion | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that the columns take."""
-        columns = (self.token_ids, self.logprobs, self.top_token_ids, self.top_logprobs)
-        return sum(len(column) * column.itemsize for column in columns)
-
-    def runs(self, choice: int, start: int, end: int, k: int) -> Iterator[TokenRun]:
-        """Yield tokens `start` to `end` (exclusive), split where the weights changed; `k` top entries a token."""
-        bounds = [*(s for s in self.weight_starts if start < s < end), end]
-        span = sum(1 for s in self.weight_starts if s <= start) - 1
-        for bound in bounds:
-            if bound > start:
-                yield TokenRun(
-                    choice=choice,
-                    start=start,
-                    token_ids=self.token_ids[start:bound],
-                    logprobs=self.logprobs[start:bound],
-                    weights=self.weights[span],
-                    top_logprobs=TopLogprobs(
-                        k, self.top_token_ids[start * k : bound * k], self.top_logprobs[start * k : bound * k]
-                    )
-                    if k
-                    else None,
-                )
-            start, span = bound, span + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,41 +298,3 @@ class CallRecord:
 def _is_usable(logprob: float) -> bool:
     # Columns and messages hold 32 bits; a value beyond them would become infinite there. NaN compares false.
     return abs(logprob) <= _LARGEST_FLOAT32
-
-
-class CallReader:
-    """A cursor on a record: what is new since the last read, each token once."""
-
-    MAX_VALUES = 262_144
-    """Log-probabilities of one read of a choice, at most; in a message they pass gRPC's default limit of 4 MiB."""
-
-    def __init__(self, record: CallRecord) -> None:
-        self._record = record
-        self._positions = [0] * len(record.choices)
-        self._finished = [False] * len(record.choices)
-
-    def read_new(self) -> list[TokenRun | Completion]:
-        """Return what was added since the last read; a choice's completion after its last token.
-
-        Of a long backlog it is a part, and the next read goes on; nothing returned means that there is nothing new.
-        """
-        events: list[TokenRun | Completion] = []
-        top_k = self._record.sampling.top_logprobs or 0
-        most = max(1, self.MAX_VALUES // (1 + top_k))
-        for index, choice in enumerate(self._record.choices):
-            end, completion = min(len(choice.token_ids), self._positions[index] + most), choice.completion
-            if end > self._positions[index]:
-                events += choice.runs(index, self._positions[index], end, top_k)
-                self._positions[index] = end
-            if completion is not None and not self._finished[index] and end == len(choice.token_ids):
-                self._finished[index] = True
-                events.append(completion)
-        return events
-
-    @property
-    def at_end(self) -> bool:
-        """Whether the record has ended and all of it was read."""
-        return self._record.ended and all(
-            position == len(choice.token_ids) and finished == (choice.completion is not None)
-            for position, choice, finished in zip(self._positions, self._record.choices, self._finished, strict=True)
-        )

@@ -13,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tokentape_sidecar import errors
+from tokentape_sidecar.interceptors import OUR_METHODS, Context, Continuation, Handler, rewrap
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,6 @@ STATUS_OF: dict[type[errors.TokentapeError], grpc.StatusCode] = {
 # A status travels in HTTP headers, and headers over 8 KiB turn it into RESOURCE_EXHAUSTED.
 _MAX_MESSAGE_CHARACTERS = 1000
 
-OUR_METHODS = "/tokentape.v1."
-"""What the names of tokentape's methods begin with."""
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Decode: TypeAlias = Callable[[bytes], object]
 """Makes a message of its bytes, or raises `DecodeError`."""
 
@@ -68,14 +65,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every method of tokentape's services, so that servicers just raise domain errors."""
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Return the method's handler with errors answered (see `grpc.aio.ServerInterceptor`)."""
         handler = await continuation(handler_call_details)
-        # None means that there is no such method: gRPC answers UNIMPLEMENTED.
-        if handler is None or not str(handler_call_details.method).startswith(OUR_METHODS):
+        if handler is None or not handler_call_details.method.startswith(OUR_METHODS):
             return handler
         decode: Decode = cast("Any", handler.request_deserializer)
         return rewrap(
@@ -84,30 +78,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             stream=lambda method: _answering_stream(method, decode),
             decodes=False,
         )
-
-
-def rewrap(
-    handler: grpc.RpcMethodHandler[Any, Any],
-    *,
-    unary: Callable[[Any], Any],
-    stream: Callable[[Any], Any],
-    decodes: bool = True,
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return `handler` with its method replaced by what `unary` makes of it, or `stream` if it answers by a stream.
-
-    Without `decodes`, the new method gets the request's bytes.
-    """
-    wrap, make = (
-        (stream, grpc.unary_stream_rpc_method_handler)
-        if handler.response_streaming
-        else (unary, grpc.unary_unary_rpc_method_handler)
-    )
-    return make(
-        # grpc's stubs describe the methods of synchronous servers here.
-        wrap(cast("Any", handler.unary_stream or handler.unary_unary)),
-        request_deserializer=handler.request_deserializer if decodes else None,
-        response_serializer=handler.response_serializer,
-    )
 
 
 def _decoded(request: bytes, decode: Decode) -> object:

@@ -4,8 +4,8 @@ Shutdown, each phase bounded:
 
 1. health turns to NOT_SERVING, and new calls and controls are refused;
 2. running calls finish within the grace period; the rest are aborted and end with what they have;
-3. an operation of the controls that has begun ends within the grace period, or is cancelled; tapes' watchers and other
-   streams get a moment to read on, then the servers close;
+3. an operation of the controls that has begun ends within the same grace period, or is cancelled; tapes' watchers and
+   other streams get a moment to read on, then the servers close;
 4. the engine closes, unless it was handed in.
 
 An engine that dies turns health to NOT_SERVING and fails its calls with UNAVAILABLE; the server stays up to say so.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Self
 
@@ -31,8 +32,8 @@ from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.generation_servicer import GenerationServicer
 from tokentape_sidecar.grpc_server import GrpcServer
 from tokentape_sidecar.limits import DEFAULT_LIMITS, Limits
+from tokentape_sidecar.listener import Listener
 from tokentape_sidecar.metrics import Measured
-from tokentape_sidecar.settings import Listener
 from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS, StallWatch
 from tokentape_sidecar.tape_servicer import TapeServicer
 from tokentape_sidecar.tape_store import TapeStore
@@ -77,8 +78,8 @@ class Sidecar:
         )
         self._limits = limits
         self._tasks: list[asyncio.Task[None]] = []
-        self._data: GrpcServer | None = None
-        self._control: GrpcServer | None = None
+        self._data_server: GrpcServer | None = None
+        self._control_server: GrpcServer | None = None
 
     @classmethod
     async def start(
@@ -115,12 +116,12 @@ class Sidecar:
 
     async def _start(self, data: Listener, control: Listener | None) -> None:
         if control is not None:
-            self._control = await self._start_control(control)
+            self._control_server = await self._start_control(control)
         try:
             await self._start_data(data)
         except BaseException:
-            if self._control is not None:
-                await self._control.stop(0)
+            if self._control_server is not None:
+                await self._control_server.stop(0)
             raise
 
     async def _start_control(self, listener: Listener) -> GrpcServer:
@@ -140,7 +141,7 @@ class Sidecar:
         control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, server)
 
     async def _start_data(self, data: Listener) -> None:
-        self._data = await GrpcServer.start(
+        self._data_server = await GrpcServer.start(
             data,
             (GENERATION_SERVICE, TAPE_SERVICE),
             self._add_data_services,
@@ -167,12 +168,12 @@ class Sidecar:
     @property
     def address(self) -> str:
         """Where generation and tapes are served."""
-        return self._data.address if self._data else ""
+        return self._data_server.address if self._data_server else ""
 
     @property
     def control_address(self) -> str | None:
         """Where the controls are served; `None`: nowhere."""
-        return self._control.address if self._control else None
+        return self._control_server.address if self._control_server else None
 
     @property
     def measured(self) -> Measured:
@@ -186,15 +187,16 @@ class Sidecar:
 
     async def stop(self, *, grace_seconds: float) -> None:
         """Stop serving, as the module says; the engine is the caller's to close. Stopping twice does no harm."""
-        data = self._data
+        data = self._data_server
         if data is None:
             return
         self.control.refuse()
-        servers = [data] if self._control is None else [data, self._control]
+        servers = [data] if self._control_server is None else [data, self._control_server]
         for server in servers:
             await server.leave_service()
+        grace_ends = time.monotonic() + grace_seconds
         await self._calls.drain(grace_seconds)
-        await self.control.close(grace_seconds)
+        await self.control.close(grace_ends - time.monotonic())
         await asyncio.gather(*(server.stop(_READERS_GRACE_SECONDS) for server in servers))
         for task in self._tasks:
             task.cancel()
@@ -214,5 +216,5 @@ class Sidecar:
         await self._tell_health()
 
     async def _tell_health(self) -> None:
-        if self._data is not None:
-            await self._data.tell_health(serves=self.control.serves)
+        if self._data_server is not None:
+            await self._data_server.tell_health(serves=self.control.serves)

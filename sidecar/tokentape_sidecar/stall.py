@@ -35,9 +35,7 @@ class StallWatch:
     def __init__(
         self, engine: Engine, calls: Calls, *, limit_seconds: float, on_change: Callable[[], Awaitable[None]]
     ) -> None:
-        """`limit_seconds` is above 0; `on_change` is called after every change of `stalled`."""
-        self.stalled = False
-        """Whether the engine is silent now, and takes no calls."""
+        """`limit_seconds` is above 0; `on_change` is called when a stall has begun, and when it has ended."""
         self._engine = engine
         self._calls = calls
         self._limit_seconds = limit_seconds
@@ -53,10 +51,10 @@ class StallWatch:
                 self._calls.running_count,
             )
             with self._calls.stalled(self._limit_seconds):
-                await self._tell(stalled=True)
+                await self._on_change()
                 await self._answer()
             logger.warning("the engine answers again; calls are taken")
-            await self._tell(stalled=False)
+            await self._on_change()
 
     async def _silence(self) -> None:
         """Return when the engine has been silent for the limit."""
@@ -78,7 +76,3 @@ class StallWatch:
                 await asyncio.sleep(self._limit_seconds / _LOOKS)
             else:
                 return
-
-    async def _tell(self, *, stalled: bool) -> None:
-        self.stalled = stalled
-        await self._on_change()

@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import enum
 import hmac
 import re
 import secrets
@@ -25,9 +24,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tokentape_sidecar.broadcast import Broadcast
+from tokentape_sidecar.choice_record import Completion, TokenRun
 from tokentape_sidecar.engine import Sampling
 from tokentape_sidecar.errors import InvalidArgument, LimitReached, PermissionDenied, SequenceOutOfRange, TapeSealed
-from tokentape_sidecar.record import CallRecord, Completion, TokenRun
+from tokentape_sidecar.record import CallRecord
+from tokentape_sidecar.tape_log import EventKind, TapeLog
 
 SCHEMA_VERSION = 1
 """The version of the entries that a tape is made of."""
@@ -109,47 +110,6 @@ class Sealed:
 Entry = CallStarted | TokensSampled | ChoiceFinished | CallFailed | Sealed
 
 
-class _Kind(enum.IntEnum):
-    CALL_STARTED = 0
-    TOKENS_SAMPLED = 1
-    CHOICE_FINISHED = 2
-    CALL_FAILED = 3
-    SEALED = 4
-
-
-class _Log:
-    """The order of events, as columns; row i covers the positions from `starts[i]` to the next row's."""
-
-    def __init__(self) -> None:
-        self.starts: array[int] = array("Q")
-        self.kinds: array[int] = array("B")
-        self.calls: array[int] = array("I")
-        self.choices: array[int] = array("I")
-        self.offsets: array[int] = array("I")
-        self.end = 0
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory that the columns take."""
-        columns = (self.starts, self.kinds, self.calls, self.choices, self.offsets)
-        return sum(len(column) * column.itemsize for column in columns)
-
-    def add(self, kind: _Kind, call: int = 0, choice: int = 0, *, offset: int = 0, count: int = 1) -> None:
-        """Add an event; tokens of the choice that the last row is about lengthen that row."""
-        continues = (
-            kind is _Kind.TOKENS_SAMPLED
-            and len(self.kinds) > 0
-            and (self.kinds[-1], self.calls[-1], self.choices[-1]) == (kind, call, choice)
-        )
-        if not continues:
-            self.starts.append(self.end)
-            self.kinds.append(kind)
-            self.calls.append(call)
-            self.choices.append(choice)
-            self.offsets.append(offset)
-        self.end += count
-
-
 class Tape:
     """The record of one rollout. It is the listener of its calls' records."""
 
@@ -168,7 +128,7 @@ class Tape:
         self._by_id: dict[str, CallRecord] = {}
         self._settled_calls = 0
         self._settled_bytes = 0
-        self._log = _Log()
+        self._log = TapeLog()
         self._changed = Broadcast()
 
     @property
@@ -230,7 +190,7 @@ class Tape:
         """Put a new call on the tape; its `call_index` is the tape's next."""
         self.calls.append(record)
         self._by_id[record.call_id] = record
-        self._log.add(_Kind.CALL_STARTED, record.call_index)
+        self._log.add(EventKind.CALL_STARTED, record.call_index)
         self.touch()
         self._changed.notify()
 
@@ -246,19 +206,19 @@ class Tape:
     def tokens_sampled(self, record: CallRecord, choice: int, count: int) -> None:
         """Note new tokens (see `record.RecordListener`)."""
         offset = len(record.choices[choice].token_ids) - count
-        self._log.add(_Kind.TOKENS_SAMPLED, record.call_index, choice, offset=offset, count=count)
+        self._log.add(EventKind.TOKENS_SAMPLED, record.call_index, choice, offset=offset, count=count)
         self.sampled_token_count += count
         self._changed.notify()
 
     def choice_finished(self, record: CallRecord, choice: int) -> None:
         """Note a choice's end (see `record.RecordListener`)."""
-        self._log.add(_Kind.CHOICE_FINISHED, record.call_index, choice)
+        self._log.add(EventKind.CHOICE_FINISHED, record.call_index, choice)
         self.touch()
         self._changed.notify()
 
     def call_failed(self, record: CallRecord) -> None:
         """Note a failure (see `record.RecordListener`)."""
-        self._log.add(_Kind.CALL_FAILED, record.call_index)
+        self._log.add(EventKind.CALL_FAILED, record.call_index)
         self.touch()
         self._changed.notify()
 
@@ -269,7 +229,7 @@ class Tape:
     def seal(self) -> None:
         """Add the seal; all calls have ended."""
         if not self.sealed:
-            self._log.add(_Kind.SEALED)
+            self._log.add(EventKind.SEALED)
             self.sealed = True
             self._changed.notify()
 
@@ -303,16 +263,16 @@ class Tape:
         """Return what is at `position`; of a run of tokens, as many as share its entry and have room, one at least."""
         log = self._log
         row = bisect_right(log.starts, position) - 1
-        kind = _Kind(log.kinds[row])
-        if kind is _Kind.SEALED:
+        kind = EventKind(log.kinds[row])
+        if kind is EventKind.SEALED:
             return Sealed(position, len(self.calls), self.sampled_token_count)
         record = self.calls[log.calls[row]]
-        if kind is _Kind.CALL_STARTED:
+        if kind is EventKind.CALL_STARTED:
             return CallStarted(position, record)
-        if kind is _Kind.CALL_FAILED:
+        if kind is EventKind.CALL_FAILED:
             return CallFailed(position, record)
         choice = record.choices[log.choices[row]]
-        if kind is _Kind.CHOICE_FINISHED:
+        if kind is EventKind.CHOICE_FINISHED:
             assert choice.completion is not None
             return ChoiceFinished(position, record, choice.completion)
         row_end = log.starts[row + 1] if row + 1 < len(log.starts) else log.end

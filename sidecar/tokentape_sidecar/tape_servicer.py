@@ -9,8 +9,8 @@ from tokentape.v1 import tape_pb2, tape_pb2_grpc
 from tokentape_sidecar import convert
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.errors import InvalidArgument, TextUnavailable
+from tokentape_sidecar.interceptors import Context
 from tokentape_sidecar.limits import MAX_ANCHORS
-from tokentape_sidecar.rpc_errors import Context
 from tokentape_sidecar.tape import SCHEMA_VERSION, Entry, Tape
 from tokentape_sidecar.tape_store import TapeStore
 from tokentape_sidecar.tape_text import TapeText

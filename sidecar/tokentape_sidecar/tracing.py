@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from opentelemetry.trace import Span, SpanKind
 
 from tokentape import tracing
 from tokentape.logs import REQUEST_ID_HEADER, bind
-from tokentape_sidecar.rpc_errors import OUR_METHODS, Context, rewrap
+from tokentape_sidecar.interceptors import OUR_METHODS, Context, Continuation, Handler, metadata_of, rewrap
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CODES: dict[int, grpc.StatusCode] = {cast("int", code.value[0]): code for code in grpc.StatusCode}
@@ -30,16 +30,13 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
     """Makes the spans."""
 
     async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Return the method's handler within a span (see `grpc.aio.ServerInterceptor`)."""
-        method = str(handler_call_details.method)
+        method = handler_call_details.method
         if not method.startswith(OUR_METHODS):
             return await continuation(handler_call_details)
-        metadata = cast("Iterable[tuple[str, str | bytes]]", handler_call_details.invocation_metadata or ())
-        headers = {key: value for key, value in metadata if isinstance(value, str)}
+        headers = {key: value for key, value in metadata_of(handler_call_details) if isinstance(value, str)}
         if _REQUEST_ID.fullmatch(request_id := headers.get(REQUEST_ID_HEADER, "")):
             bind(request_id=request_id)
         span = tracing.begin(method.removeprefix("/"), SpanKind.SERVER, headers)

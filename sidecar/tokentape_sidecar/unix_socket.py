@@ -11,30 +11,37 @@ import os
 import socket
 import stat
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+
+from tokentape.listen import MAX_UNIX_PATH_BYTES
+from tokentape_sidecar.listener import AddressInUse
 
 _PRIVATE_DIRECTORY = 0o700
 _OTHERS = 0o077
-_MAX_PATH_BYTES = 107
-
-
-class AddressInUse(RuntimeError):
-    """The address to listen on cannot be had."""
 
 
 def check_unserved(path: Path) -> None:
     """Raise `AddressInUse` where a process serves at `path`; a socket that a killed one has left there is nobody's."""
-    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
-        probe.connect(str(path))
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except BlockingIOError:
+            # Nobody takes the connections that queue there, which says nothing of who listens.
+            pass
+        except OSError as error:
+            raise AddressInUse(f"cannot listen on unix:{path}: {error.strerror}") from None
         raise AddressInUse(f"cannot listen on unix:{path}: another process serves there")
 
 
 @contextmanager
 def claimed(path: Path) -> Generator[None]:
     """Let nobody else bind `path` meanwhile. Raises `AddressInUse` where somebody serves there, or nobody can."""
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise AddressInUse(f"cannot listen on unix:{path}: a socket's path has {_MAX_PATH_BYTES} bytes at most")
+    if len(os.fsencode(path)) > MAX_UNIX_PATH_BYTES:
+        raise AddressInUse(f"cannot listen on unix:{path}: a socket's path has {MAX_UNIX_PATH_BYTES} bytes at most")
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

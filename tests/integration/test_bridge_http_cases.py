@@ -241,9 +241,9 @@ async def test_512_long_requests_at_once_are_answered_and_so_is_health_C12_C14(
         assert await asyncio.gather(*(sampled(session) for _ in range(512))) == [ANSWER] * 512
     median, longest, served = times
     assert median < 1
-    # A machine that is busy with other things may take longer now and then, and its sidecar too.
+    # A machine that is busy with other things may take longer now and then.
     assert longest < 10
-    assert served > 0.5
+    assert served == 1
     assert in_flight(bridge) == 1
 
 

@@ -194,6 +194,14 @@ def test_a_taken_port_is_one_line_and_status_1() -> None:
     assert ended.stderr == f"tokentape-bridge: cannot listen at {address}: Address already in use\n"
 
 
+def test_a_ready_file_that_cannot_be_written_is_one_line_and_status_1(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("tokentape-bridge")), "--sidecar", "a=127.0.0.1:1"]
+    options = ["--listen", "127.0.0.1:0", "--ready-file", str(tmp_path)]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == f"tokentape-bridge: --ready-file {tmp_path} cannot be written: Is a directory\n"
+
+
 def test_idle_connections_outlive_a_client_s_pool(start_bridge: StartBridge, start_sidecar: StartSidecar) -> None:
     bridge = start_bridge(a=start_sidecar(script("toy", ANSWERS)).address).wait_healthy()
     connection = http.client.HTTPConnection(bridge.address, timeout=5)

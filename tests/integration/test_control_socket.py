@@ -6,21 +6,25 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from support.controlled import Controller
 from support.engines import ManualEngine
 from support.scripted import call, run_sidecar, script, scripted_arguments, sidecar_on, sidecar_process, tokens
 from support.sidecar_client import SidecarClient
+from support.waiting import eventually
 from tokentape.listen import ListenAddress, UnixAddress
+from tokentape_sidecar.listener import AddressInUse, Listener
 from tokentape_sidecar.server import Sidecar
-from tokentape_sidecar.settings import Listener
-from tokentape_sidecar.unix_socket import AddressInUse
 
 
 @pytest.fixture
@@ -74,6 +78,52 @@ async def test_a_second_sidecar_does_not_take_the_socket_of_the_first(directory:
     second = await start(socket)
     assert await serves_controls(f"unix:{socket}")
     await second.stop(grace_seconds=0)
+
+
+async def test_what_stops_does_not_take_the_socket_of_its_successor(directory: Path) -> None:
+    socket = directory / "control.sock"
+    first = await start(socket)
+    controller = Controller(f"unix:{socket}")
+    # A stream, which the first one gives a moment to end.
+    channel: Any = controller.channel
+    await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).read()
+    stopping = asyncio.create_task(first.stop(grace_seconds=0))
+    await eventually(lambda: not socket.exists())
+    second = await start(socket)
+    assert not stopping.done()
+    await stopping
+    await controller.channel.close()
+    assert await serves_controls(f"unix:{socket}")
+    await second.stop(grace_seconds=0)
+    assert not socket.exists()
+
+
+async def test_a_socket_that_nobody_takes_connections_from_is_not_taken(directory: Path) -> None:
+    path = directory / "control.sock"
+    with socket.socket(socket.AF_UNIX) as listening, ExitStack() as queue:
+        listening.bind(str(path))
+        listening.listen(0)
+        with pytest.raises(BlockingIOError):
+            connect_often(path, queue)
+        with pytest.raises(AddressInUse, match="another process serves there"):
+            await start(path)
+        assert path.exists()
+
+
+def connect_often(path: Path, queue: ExitStack) -> None:
+    for _ in range(10):
+        waiting = queue.enter_context(socket.socket(socket.AF_UNIX))
+        waiting.setblocking(False)
+        waiting.connect(str(path))
+
+
+async def test_a_socket_of_another_kind_is_not_taken(directory: Path) -> None:
+    path = directory / "control.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        with pytest.raises(AddressInUse, match="Protocol wrong type for socket"):
+            await start(path)
+        assert path.exists()
 
 
 async def test_of_two_that_start_at_once_one_serves(directory: Path) -> None:
@@ -130,6 +180,7 @@ async def test_the_command_serves_controls_where_it_says(
     async with sidecar_process(*arguments, directory=tmp_path) as process:
         assert json.loads((tmp_path / "ready.json").read_text())["control"] == f"unix:{socket}"
         assert await serves_controls(f"unix:{socket}")
+        assert f" as 'here', controls on unix:{socket}" in process.output
         assert not await serves_controls(process.address)
         second = await asyncio.to_thread(run_sidecar, "--listen", "127.0.0.1:0", *arguments)
         assert (second.returncode, second.stderr.splitlines()[-1]) == (

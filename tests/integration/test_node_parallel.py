@@ -28,7 +28,7 @@ from tokentape_executor.node import NodeMember, NodeSpec
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
-from tokentape_sidecar.settings import Listener
+from tokentape_sidecar.listener import Listener
 
 async def main():
     group, script, tokenizer = sys.argv[1:]

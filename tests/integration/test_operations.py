@@ -36,7 +36,7 @@ from tokentape.listen import ListenAddress
 from tokentape.v1 import generation_pb2, types_pb2
 from tokentape_sidecar import metrics
 from tokentape_sidecar.errors import EngineDead
-from tokentape_sidecar.grpc_server import AddressInUse
+from tokentape_sidecar.listener import AddressInUse
 from tokentape_sidecar.metrics_server import metrics_served
 
 if TYPE_CHECKING:

@@ -251,6 +251,45 @@ async def test_http_and_nonsense_at_the_grpc_port_leave_it_as_it_is() -> None:
         assert await model_name(sidecar.address)
 
 
+async def test_metadata_that_is_no_text_is_refused_and_not_logged(
+    guarded: Guarded, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = guarded.sidecar.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, b""))
+    headers = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/tokentape.v1.GenerationService/GetModel",
+        b":authority": b"localhost",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+        b"authorization": b"Bearer \xff" + DATA.encode(),
+    }
+    # Literals without a table, which HPACK allows.
+    block = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in headers.items())
+    writer.write(frame(HEADERS, END_HEADERS, 1, block) + frame(BODY, END_STREAM, 1, bytes(5)))
+    try:
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"no token, or a wrong one")
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    lines = [line.getMessage() for line in caplog.records if line.name.startswith("grpc")]
+    assert lines == ["a client sent metadata that is no text"]
+    assert DATA not in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+BODY, HEADERS, SETTINGS = 0, 1, 4
+END_STREAM, END_HEADERS = 1, 4
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2."""
+    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
+
+
 async def test_a_token_is_not_sent_over_a_network_in_the_clear(tmp_path: Path) -> None:
     access = Access(secret_file(tmp_path / "token", DATA))
     for address in ("10.0.0.7:50051", "trainer:50051", "[2001:db8::1]:50051", "dns:///trainer:50051"):

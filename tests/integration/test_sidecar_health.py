@@ -17,9 +17,8 @@ from support.scripted import RunningSidecar, call, scripted_sidecar, sidecar_on,
 from support.waiting import eventually
 from tokentape.listen import ListenAddress
 from tokentape_sidecar.errors import EngineDead
-from tokentape_sidecar.grpc_server import AddressInUse
+from tokentape_sidecar.listener import AddressInUse, Listener
 from tokentape_sidecar.server import GENERATION_SERVICE, TAPE_SERVICE, Sidecar
-from tokentape_sidecar.settings import Listener
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

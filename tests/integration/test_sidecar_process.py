@@ -86,6 +86,14 @@ def test_a_missing_tokenizer_is_one_clear_line(tmp_path: Path, capsys: pytest.Ca
     assert refusal(arguments, capsys) == message
 
 
+def test_a_ready_file_that_cannot_be_written_is_one_clear_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*scripted_arguments(script(), tmp_path), "--ready-file", str(tmp_path)]
+    expected = f"tokentape-sidecar: --ready-file {tmp_path} cannot be written: Is a directory\n"
+    assert refusal(arguments, capsys) == expected
+
+
 def test_a_broken_tokenizer_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     arguments = scripted_arguments(script(), tmp_path, tokenizer=tmp_path)

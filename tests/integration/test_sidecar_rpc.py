@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, cast
 
 import grpc
@@ -66,14 +67,14 @@ async def test_an_http_proxy_of_the_environment_does_not_matter(monkeypatch: pyt
                 await stub.GetModel(generation_pb2.GetModelRequest())
 
 
-def example_of(error: type[errors.TokentapeError]) -> errors.TokentapeError:
-    if error is errors.InvalidArgument:
-        return errors.InvalidArgument("sampling.top_p", "is wrong")
-    if error is errors.ContextOverflow:
-        return errors.ContextOverflow(5, 4)
-    if error is errors.EngineStalled:
-        return errors.EngineStalled(3)
-    return error("the message")
+EXAMPLES: dict[type[errors.TokentapeError], errors.TokentapeError] = {
+    errors.InvalidArgument: errors.InvalidArgument("sampling.top_p", "is wrong"),
+    errors.ContextOverflow: errors.ContextOverflow(5, 4),
+    errors.EngineStalled: errors.EngineStalled(3),
+    errors.StaleWeights: errors.StaleWeights(2, 1),
+    errors.WeightsBroken: errors.WeightsBroken(),
+}
+"""Of errors that are not made from a message."""
 
 
 async def refuse_next(engine: ManualEngine, error: Exception, status: grpc.StatusCode, message: str) -> RunningSidecar:
@@ -91,8 +92,8 @@ async def refuse_next(engine: ManualEngine, error: Exception, status: grpc.Statu
 
 @pytest.mark.parametrize("error", STATUS_OF, ids=lambda error: error.__name__)
 async def test_every_error_arrives_as_its_status_with_its_message(error: type[errors.TokentapeError]) -> None:
-    example = example_of(error)
-    await refuse_next(ManualEngine(), example, STATUS_OF[error], f"^{example}$")
+    example = EXAMPLES.get(error) or error("the message")
+    await refuse_next(ManualEngine(), example, STATUS_OF[error], f"^{re.escape(str(example))}$")
 
 
 async def test_an_unexpected_error_is_logged_in_full_and_sent_generic(caplog: pytest.LogCaptureFixture) -> None:

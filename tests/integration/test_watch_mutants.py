@@ -14,7 +14,7 @@ import pytest
 from support.mutation import mutated
 from support.watch_checks import violations
 from support.watch_world import Shape, run_world
-from tokentape_sidecar import calls, convert, record, tape, tape_servicer
+from tokentape_sidecar import call_reader, calls, choice_record, convert, tape, tape_servicer
 
 SEEDS = 8
 SHAPE = Shape(tapes=1, early_ends=0.5, deletes=0)
@@ -69,10 +69,10 @@ BUGS = {
         tape_servicer, "_follow", "position == tape.end_sequence", "len(entries) > 0", "bookmarked"
     ),
     "a split run loses its version": bug(
-        record.ChoiceRecord, "runs", "if s <= start) - 1", "if s < start) - 1", "atomic"
+        choice_record.ChoiceRecord, "runs", "if s <= start) - 1", "if s < start) - 1", "atomic"
     ),
     "alternatives are those of the token before": bug(
-        record.ChoiceRecord, "runs", "self.top_token_ids[start * k : bound * k]",
+        choice_record.ChoiceRecord, "runs", "self.top_token_ids[start * k : bound * k]",
         "self.top_token_ids[max(0, start - 1) * k : max(0, start - 1) * k + (bound - start) * k]", "atomic",
     ),
     "the seal comes before the last tokens": bug(
@@ -92,7 +92,7 @@ BUGS = {
         convert, "entry_to_proto", "stale_cache=run.weights.stale_cache", "stale_cache=False", "atomic"
     ),
     "a stream skips a token where the weights changed": bug(
-        record.CallReader,
+        call_reader.CallReader,
         "read_new",
         "choice.runs(index, self._positions[index], end, top_k)",
         "choice.runs(index, self._positions[index] + (end % 7 == 3), end, top_k)",

@@ -20,7 +20,7 @@ from support.refusals import refused
 from support.scripted import RunningSidecar, sidecar_on
 from tokentape.listen import UnixAddress
 from tokentape.v1 import tape_pb2, types_pb2
-from tokentape_sidecar.settings import Listener
+from tokentape_sidecar.listener import Listener
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

@@ -59,11 +59,12 @@ async def test_by_hand_and_any_agent(reader: Reader, readme: Path) -> None:
     assert '"prompt_token_ids"' in output
     assert "tokentape.v1.GenerationService/Generate" in output
     assert '"tokenIds"' in output
-    assert [line.rpartition(" ")[2] for line in output.splitlines() if line.endswith((" new", " kept"))] == [
+    answers, _, watched = output.partition("passed: ")
+    assert [line.rpartition(" ")[2] for line in answers.splitlines() if line.endswith((" new", " kept"))] == [
         "new",
         "kept",
     ]
-    assert "passed: " in output
+    assert "continues call 0" in watched
     assert output.count("reward ") == 2
 
 

@@ -20,9 +20,9 @@ from tokentape.channel import dial
 from tokentape.listen import UnixAddress
 from tokentape.v1 import control_pb2, control_pb2_grpc, tape_pb2
 from tokentape_sidecar.engine import Engine
+from tokentape_sidecar.listener import Listener
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
-from tokentape_sidecar.settings import Listener
 
 KEEP, WAIT, ABORT = control_pb2.PAUSE_MODE_KEEP, control_pb2.PAUSE_MODE_WAIT, control_pb2.PAUSE_MODE_ABORT
 

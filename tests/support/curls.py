@@ -8,17 +8,21 @@ be run with the other.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 Tool: TypeAlias = Literal["grpcurl", "buf"]
 TOOLS: tuple[Tool, Tool] = ("grpcurl", "buf")
-TOOLS_HERE: list[Tool] = [tool for tool in TOOLS if shutil.which(tool)]
+_PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+TOOLS_HERE: list[Tool] = [tool for tool in TOOLS if shutil.which(tool, path=_PATH)]
 """Those that are installed: buf always is; grpcurl comes from no package registry."""
 
 _PUNCTUATION = "();<>|&\n"

@@ -10,8 +10,8 @@ from tokentape.listen import ListenAddress, UnixAddress
 from tokentape.tls import ServerTls
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.limits import DEFAULT_LIMITS, Limits
+from tokentape_sidecar.listener import Listener
 from tokentape_sidecar.server import Sidecar
-from tokentape_sidecar.settings import Listener
 
 LOOPBACK = ListenAddress("127.0.0.1", 0)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokentape_sidecar.choice_record import Completion, TokenRun
 from tokentape_sidecar.engine import Sampling
-from tokentape_sidecar.record import CallRecord, Completion, TokenRun
+from tokentape_sidecar.record import CallRecord
 
 
 def record(*, n: int = 1, top_logprobs: int | None = None, prompt_logprobs: int | None = None) -> CallRecord:

@@ -22,10 +22,10 @@ from tokentape.keepalive import DEFAULT_KEEPALIVE, Keepalive
 from tokentape.listen import ListenAddress
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.limits import DEFAULT_LIMITS, Limits
+from tokentape_sidecar.listener import Listener
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
-from tokentape_sidecar.settings import Listener
 from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
 
 TOY_TOKENIZER = Path(__file__).parent / "toy_tokenizer"

@@ -20,7 +20,7 @@ from tokentape_bridge.schemas import Message
 from tokentape_sidecar import convert
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import FinishReason
-from tokentape_sidecar.rpc_errors import Context
+from tokentape_sidecar.interceptors import Context
 from tokentape_sidecar.tape_servicer import TapeServicer
 from tokentape_sidecar.tape_store import TapeStore
 

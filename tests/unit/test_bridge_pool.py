@@ -12,15 +12,16 @@ import pytest
 from support.scripted import TOY_TOKENIZER, call, script, tokens
 from tokentape.listen import ListenAddress
 from tokentape_bridge import sidecar as sidecar_module
+from tokentape_bridge import tokenizer_loading
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.settings import ChatSettings
 from tokentape_bridge.sidecar_file import SidecarTable
 from tokentape_bridge.sidecar_pool import SidecarPool, open_pool
 from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
+from tokentape_sidecar.listener import Listener
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
-from tokentape_sidecar.settings import Listener
 
 TAPE = "0" * 32
 
@@ -38,7 +39,7 @@ async def serving(name: str) -> AsyncGenerator[Sidecar]:
 
 async def tell_health(sidecar: Sidecar, *, serves: bool) -> None:
     """Let a sidecar say whether it serves."""
-    server = sidecar._data  # pyright: ignore[reportPrivateUsage]
+    server = sidecar._data_server  # pyright: ignore[reportPrivateUsage]
     assert server is not None
     await server.tell_health(serves=serves)
 
@@ -81,7 +82,7 @@ async def test_an_unusable_tokenizer_is_tried_ever_less_often_and_traced_once(
         raise TokenizerError("transformers cannot load it")
 
     monkeypatch.setattr(Tokenizer, "load", load)
-    monkeypatch.setattr(sidecar_module, "_loaded", {})
+    monkeypatch.setattr(tokenizer_loading, "_loaded", {})
     monkeypatch.setattr(sidecar_module, "_RETRY_SECONDS", 0.02)
     with caplog.at_level(logging.ERROR, logger=sidecar_module.__name__):
         async with serving("a") as a, open_pool(SidecarTable({"a": a.address}, None), ChatSettings()) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,6 +257,28 @@ async def test_without_a_checkpoint_nothing_changes(rig: Rig, directory: str) ->
     assert (rig.engine.controls.begun, rig.control.state) == ([], State.RUNNING)
 
 
+@pytest.mark.parametrize(
+    ("directory", "problem"),
+    [
+        ("loop", "'loop' cannot be looked at: its links go round in circles"),
+        ("loop-in", "'loop-in' cannot be looked at: its links go round in circles"),
+        ("x" * 300, "cannot be looked at: File name too long"),
+        ("piped", "weights is neither a file nor a directory"),
+    ],
+)
+async def test_what_cannot_be_read_is_no_checkpoint(rig: Rig, directory: str, problem: str) -> None:
+    """A pipe would be waited for, for ever, and with it every later operation."""
+    (rig.root / "loop").symlink_to("loop")
+    (rig.root / "loop-in").mkdir()
+    (rig.root / "loop-in" / "weights").symlink_to("weights")
+    (rig.root / "piped").mkdir()
+    os.mkfifo(rig.root / "piped" / "weights")
+    with pytest.raises(NotFound, match=rf"^directory: .*{problem}$"):
+        await rig.control.update_weights(directory, "2")
+    assert rig.engine.controls.begun == []
+    await rig.do(Operation.UPDATE_WEIGHTS)
+
+
 async def test_without_a_root_no_weights_are_loaded(rig: Rig) -> None:
     control = Control(rig.engine, rig.calls, weights_root=None, on_change=lambda: asyncio.sleep(0))
     with pytest.raises(StateForbids, match="--weights-root"):
@@ -397,6 +420,23 @@ async def test_a_sleep_that_waits_for_calls_waits_first_and_then_is_not_called_o
     assert rig.did == [("pause", WAIT, True), ("sleep", 1, KEEP)]
 
 
+async def test_weights_that_a_sleep_has_discarded_are_known_to_be_gone_though_its_asker_has_left(rig: Rig) -> None:
+    controls = rig.engine.controls
+    await rig.be(State.PAUSED)
+    controls.goes_on.clear()
+    sleeping = asyncio.create_task(rig.control.sleep(2, WAIT))
+    await eventually(lambda: controls.begun == ["pause"])
+    controls.goes_on.set()
+    await eventually(lambda: controls.begun == ["pause", "sleep"])
+    sleeping.cancel()
+    await asyncio.wait({sleeping})
+    await eventually(lambda: rig.control.state is State.ASLEEP)
+    await rig.control.wake_up([])
+    assert rig.control.state is State.ASLEEP
+    await rig.do(Operation.UPDATE_WEIGHTS)
+    assert rig.control.state is State.RUNNING
+
+
 async def test_at_the_end_an_update_may_end_within_the_grace_period(rig: Rig) -> None:
     controls = rig.engine.controls
     controls.goes_on.clear()
@@ -418,5 +458,5 @@ async def test_at_the_end_an_update_that_takes_too_long_is_cancelled(rig: Rig) -
     updating = asyncio.create_task(rig.do(Operation.UPDATE_WEIGHTS))
     await eventually(lambda: rig.engine.controls.begun)
     await rig.control.close(0.05)
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(ShuttingDown, match=r"too soon to update the weights to its end$"):
         await updating

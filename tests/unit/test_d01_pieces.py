@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from support.records import record, runs_of
+from tokentape_sidecar.call_reader import CallReader
+from tokentape_sidecar.choice_record import Completion, TokenRun
 from tokentape_sidecar.engine import FinishReason, Sampling, TopLogprobs
-from tokentape_sidecar.record import CallReader, CallRecord, Completion, TokenRun
+from tokentape_sidecar.record import CallRecord
 from tokentape_sidecar.tape import Tape, TapeLimits, TapePolicy, TokensSampled
 
 K = 20

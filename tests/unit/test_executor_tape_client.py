@@ -21,10 +21,10 @@ from tokentape_executor.assembler import Assembler
 from tokentape_executor.errors import RolloutRefused, SidecarUnavailable, TapeLost
 from tokentape_executor.executor import Outcome, RolloutClient, Row, TapeExecutor
 from tokentape_executor.tape_client import OpenedTape, TapeClient, TapeOptions
+from tokentape_sidecar.listener import Listener
 from tokentape_sidecar.script import Script
 from tokentape_sidecar.scripted_engine import ScriptedEngine
 from tokentape_sidecar.server import Sidecar
-from tokentape_sidecar.settings import Listener
 from tokentape_sidecar.tape_store import SWEEP_SECONDS
 
 PROMPT = [5, 6, 7]

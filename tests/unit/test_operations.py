@@ -14,7 +14,7 @@ import pytest
 
 from tokentape.listen import ListenAddress
 from tokentape.logs import bind, configure_logging
-from tokentape.process import write_ready_file
+from tokentape.process import UnusableReadyFile, clear_ready_file, write_ready_file
 from tokentape_bridge.settings import parse_settings as parse_bridge
 from tokentape_bridge.settings import read_arguments
 from tokentape_executor.cli.arguments import RunOptions
@@ -115,11 +115,12 @@ def test_what_is_wrong_in_a_file_is_told_by_file_and_key(
     ("arguments", "message"),
     [
         (["--config"], "argument --config: expected one argument"),
-        (["--config", "none.toml"], "--config: none.toml cannot be read: "),
+        (["--config", "none.toml"], "--config: none.toml cannot be read: No such file or directory"),
+        (["--max-message-bytes", "2147483648"], "'2147483648' is above 2147483647, gRPC's own limit"),
         (["--config", "a", "--config=b"], "--config: there may be one file"),
     ],
 )
-def test_a_file_that_is_not_there_is_told(
+def test_what_is_wrong_on_the_command_line_is_told(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -211,3 +212,20 @@ def test_a_ready_file_names_what_else_is_served(tmp_path: Path) -> None:
     told = json.loads(file.read_text())
     assert (told["address"], told["metrics"]) == ("127.0.0.1:1", "127.0.0.1:2")
     assert "control" not in told
+
+
+def test_a_ready_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "ready.json"
+    clear_ready_file(file)
+    assert file.parent.is_dir()
+    write_ready_file(file, ListenAddress("127.0.0.1", 1))
+    clear_ready_file(file)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("use", [clear_ready_file, lambda file: write_ready_file(file, ListenAddress("127.0.0.1", 1))])
+def test_a_ready_file_that_cannot_be_written_is_told(tmp_path: Path, use: Callable[[Path], None]) -> None:
+    for file, reason in ((tmp_path, "Is a directory"), (Path("/dev/null/ready"), "File exists")):
+        with pytest.raises(UnusableReadyFile, match=f"^--ready-file {file} cannot be written: {reason}$"):
+            use(file)
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Callable
@@ -66,6 +67,16 @@ def test_what_is_no_secret_is_refused_without_being_told(tmp_path: Path, content
         SecretFile(file, "--token-file")
     assert str(caught.value).startswith(f"--token-file {file} cannot be used: it holds ")
     assert "schl" not in str(caught.value)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    file = secret_file(tmp_path / "token", "the-secret")
+    secrets_of_file = SecretFile(file, "--token-file")
+    file.unlink()
+    os.mkfifo(file)
+    assert secrets_of_file.accept(b"the-secret")
+    with pytest.raises(UnusableSecretFile, match=r"cannot be used: it is a pipe$"):
+        SecretFile(file, "--token-file")
 
 
 async def test_objects_do_not_tell_their_secrets() -> None:

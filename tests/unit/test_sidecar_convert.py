@@ -8,9 +8,10 @@ from google.protobuf.duration_pb2 import Duration
 from tokentape.v1 import generation_pb2, tape_pb2, types_pb2
 from tokentape_sidecar import convert
 from tokentape_sidecar.call_request import CallReference, CallRequest
+from tokentape_sidecar.choice_record import Completion
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Sampling
 from tokentape_sidecar.errors import InvalidArgument
-from tokentape_sidecar.record import Completion, Origin, SplitCause
+from tokentape_sidecar.record import Origin, SplitCause
 from tokentape_sidecar.tape import TapeLimits
 
 ALL_FIELDS = types_pb2.SamplingParameters(

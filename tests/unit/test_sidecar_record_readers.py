@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.records import record, runs_of
+from tokentape_sidecar.call_reader import CallReader
+from tokentape_sidecar.choice_record import Completion
 from tokentape_sidecar.engine import FinishReason, Sampling
 from tokentape_sidecar.errors import CallError, TokentapeError
-from tokentape_sidecar.record import CallReader, CallRecord, Completion
+from tokentape_sidecar.record import CallRecord
 
 LOGPROBS = st.floats(min_value=-100, max_value=0, width=32)
 

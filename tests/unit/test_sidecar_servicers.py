@@ -13,7 +13,7 @@ from tokentape_sidecar.call_request import CallRequest
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import FinishReason
 from tokentape_sidecar.generation_servicer import GenerationServicer
-from tokentape_sidecar.rpc_errors import Context
+from tokentape_sidecar.interceptors import Context
 from tokentape_sidecar.tape import TapeLimits, TapePolicy
 from tokentape_sidecar.tape_servicer import TapeServicer
 from tokentape_sidecar.tape_store import TapeStore

@@ -35,7 +35,7 @@ class Watched:
         self.watch = StallWatch(self.engine, self.calls, limit_seconds=LIMIT_SECONDS, on_change=self._note)
 
     async def _note(self) -> None:
-        self.changes.append(self.watch.stalled)
+        self.changes.append(self.calls.silent_seconds is not None)
 
     async def start(self, tape: Tape | None = None) -> CallRecord:
         return await self.calls.start(CallRequest([1, 2, 3]), tape)

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from tokentape.v1 import tape_pb2, types_pb2
-from tokentape_executor.shades import shade
-from tokentape_executor.watch.look import Ids, Look, legend
+from tokentape_executor.shades import probability_legend, shade
+from tokentape_executor.watch.look import Ids, Look
 from tokentape_executor.watch.printer import Printer
 from tokentape_executor.watch.reel import Reel
 from tokentape_executor.watch.screen import Screen
@@ -122,6 +122,14 @@ def test_a_probability_has_its_colour_and_a_role_its_own() -> None:
     assert "\x1b[2J" not in output
 
 
+def test_the_key_to_the_colours_stays_below_a_sealed_tape() -> None:
+    key = probability_legend().plain
+    assert len(key) < 80
+    last = printed(started(), finished(), SEALED, colours=True).splitlines()[-1]
+    assert re.sub(r"\x1b\[[\d;]*m", "", last).strip() == key.strip()
+    assert key not in printed(started(), finished(), SEALED)
+
+
 def test_ids_beside_the_text_or_instead_of_it() -> None:
     entries = (started(), sampled(["a", "\n"], [-1.0, -1.0]), finished())
     beside = printed(*entries, look=Look(Ids.BESIDE))
@@ -147,7 +155,7 @@ def test_a_call_that_continues_says_so_and_where() -> None:
     run = sampled(["x", "y"], [-1, -1], choice=1)
     output = printed(started(), run, started("b", 1, parent=fork, prompt_token_ids=[1], text_pieces=["\n"]))
     assert "call 1  continues call 0 choice 1 up to its token 1" in output
-    assert "     glue | ⏎" in output
+    assert " template | ⏎" in output
 
 
 @pytest.mark.parametrize("cause", [cause for cause in types_pb2.SplitCause.values() if cause > 1])
@@ -236,7 +244,7 @@ def test_below_stands_what_is_sampled_now() -> None:
     assert (
         "main.12345678…  1 call, 1 running · 0 kept, 1 begun anew · 3 tokens sampled · weights 2 · next is 3" in output
     )
-    assert legend().plain in output
+    assert probability_legend().plain in output
     assert "two" not in below(*entries, finished())
 
 

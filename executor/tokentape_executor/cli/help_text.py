@@ -24,7 +24,7 @@ examples:
 
   # four rollouts of each, on two sidecars that run already, by an agent of your own
   tokentape-rollout tasks.jsonl -o results.jsonl --agent agent.py:Calculator --samples 4 \\
-    --sidecar 10.0.0.1:50051 --sidecar 10.0.0.2:50051
+    --sidecar 127.0.0.1:50051 --sidecar 127.0.0.1:50052
 
   # options from a file (TOML; keys as the options); the command line wins
   printf 'model = "./SmolLM2-135M-Instruct"\\nsamples = 4\\nvllm = {dtype = "bfloat16"}\\n' > rollout.toml

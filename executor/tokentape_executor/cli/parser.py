@@ -9,6 +9,7 @@ from pathlib import Path
 from tokentape.access import add_access_options
 from tokentape.config import ConfigurableParser
 from tokentape.listen import parse_address
+from tokentape.option_types import count, positive_count, positive_seconds
 from tokentape_executor.cli.help_text import DESCRIPTION, EPILOG, USAGE
 from tokentape_executor.oracle_report import DEFAULT_TOLERANCE
 from tokentape_executor.settings import OnFailure
@@ -32,7 +33,11 @@ def make_parser() -> ConfigurableParser:
     )
     parser.add_argument("prompts", nargs="?", type=Path, metavar="PROMPTS", help="JSON lines, a task each")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where results go; with --script: default standard output"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where results go; with --script, where the script goes (default: standard output)",
     )
     parser.add_argument(
         "--model", metavar="DIR", help="the checkpoint that a sidecar is started for; with --verify: for transformers"
@@ -85,19 +90,21 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
 
 def _add_rollouts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rollouts")
-    _add(group, "--samples", _positive, "N", "rollouts of each prompt (default: 1)", default=1)
-    _add(group, "--concurrency", _positive, "N", "how many run at once (default: 32)", default=32)
-    _add(group, "--limit", _positive, "N", "only the first N prompts")
-    _add(group, "--max-turns", _positive, "N", "most calls of a rollout (TOKENTAPE_MAX_TURNS)")
+    _add(group, "--samples", positive_count, "N", "rollouts of each prompt (default: 1)", default=1)
+    _add(group, "--concurrency", positive_count, "N", "how many run at once (default: 32)", default=32)
+    _add(group, "--limit", positive_count, "N", "only the first N prompts")
+    _add(group, "--max-turns", positive_count, "N", "most calls of a rollout (TOKENTAPE_MAX_TURNS)")
     _add(
         group,
         "--max-weight-changes",
-        _count,
+        count,
         "N",
         "most changes of the weights that a call may live through after its first token (TOKENTAPE_MAX_WEIGHT_CHANGES)",
     )
-    _add(group, "--rollout-timeout", _seconds, "S", "seconds that a rollout may take (TOKENTAPE_ROLLOUT_TIMEOUT)")
-    _add(group, "--turn-timeout", _seconds, "S", "seconds that a turn of it may take (TOKENTAPE_TURN_TIMEOUT)")
+    _add(
+        group, "--rollout-timeout", positive_seconds, "S", "seconds that a rollout may take (TOKENTAPE_ROLLOUT_TIMEOUT)"
+    )
+    _add(group, "--turn-timeout", positive_seconds, "S", "seconds that a turn of it may take (TOKENTAPE_TURN_TIMEOUT)")
     _add(
         group,
         "--reader-tokens",
@@ -112,13 +119,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling: pinned for every call, whatever the agent asks for")
     _add(group, "--temperature", _number(0), "T", "softmax temperature; 0 is greedy")
     _add(group, "--top-p", _number(0, 1), "P", "nucleus")
-    _add(group, "--max-tokens", _positive, "N", "most tokens sampled in a call")
-    _add(group, "--max-context-tokens", _positive, "N", "most tokens of prompt and completion together")
+    _add(group, "--max-tokens", positive_count, "N", "most tokens sampled in a call")
+    _add(group, "--max-context-tokens", positive_count, "N", "most tokens of prompt and completion together")
 
 
 def _add_failures(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("failures")
-    _add(group, "--retries", _count, "N", "how often a failed rollout is run again (TOKENTAPE_RETRIES; default: 2)")
+    _add(group, "--retries", count, "N", "how often a failed rollout is run again (TOKENTAPE_RETRIES; default: 2)")
     group.add_argument(
         "--on-failure",
         choices=sorted(ON_FAILURE),
@@ -188,18 +195,6 @@ def _add(
     group.add_argument(option, type=kind, metavar=metavar, help=text, default=default)
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 1 or more")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
-    return int(text)
-
-
 def _number(least: float, most: float = float("inf")) -> Callable[[str], float]:
     """Return a type of finite numbers from `least` to `most`."""
     bounds = f"{least:g} or more" if most == float("inf") else f"from {least:g} to {most:g}"
@@ -214,13 +209,6 @@ def _number(least: float, most: float = float("inf")) -> Callable[[str], float]:
         return number
 
     return parse_number
-
-
-def _seconds(text: str) -> float:
-    seconds = _number(0)(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 def _base_url(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from tokentape.access import Access, access_from, add_access_options
 from tokentape.config import ConfigurableParser
 from tokentape.listen import parse_address
+from tokentape.option_types import count, positive_seconds
 from tokentape_executor.watch.look import Ids, Look
 
 DEFAULT_SIDECAR = "127.0.0.1:50051"
@@ -162,11 +163,11 @@ def _add_follow(parser: argparse.ArgumentParser) -> None:
         help=f"the sidecar, HOST:PORT or unix:/PATH (default: FILE's, else {DEFAULT_SIDECAR})",
     )
     group.add_argument(
-        "--from", dest="from_sequence", type=_count, default=0, metavar="N", help="begin at this sequence number"
+        "--from", dest="from_sequence", type=count, default=0, metavar="N", help="begin at this sequence number"
     )
     group.add_argument(
         "--patience",
-        type=_positive,
+        type=positive_seconds,
         default=_DEFAULT_PATIENCE_SECONDS,
         metavar="S",
         help="how many seconds to try to get back to a lost sidecar, without missing a token (default: %(default)g)",
@@ -176,7 +177,7 @@ def _add_follow(parser: argparse.ArgumentParser) -> None:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("replaying")
     group.add_argument("--replay", type=Path, metavar="TAPES", help="a file of tapes (docs/tape-file.md)")
-    group.add_argument("--tape", type=_count, default=0, metavar="N", help="which tape of it, from 0 (default: 0)")
+    group.add_argument("--tape", type=count, default=0, metavar="N", help="which tape of it, from 0 (default: 0)")
     group.add_argument(
         "--tokenizer",
         type=Path,
@@ -201,26 +202,18 @@ def _add_look(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--full", action="store_true", help="show long prompts whole")
     group.add_argument(
-        "--plain", action="store_true", help="lines, without colours and without what moves; so it is without terminal"
+        "--plain",
+        action="store_true",
+        help="lines, without colours and without what moves; the default without a terminal",
     )
     group.add_argument("--json", action="store_true", help="entries as JSON lines, with the contract's field names")
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return number
-
-
 def _speed(text: str) -> float:
-    return math.inf if text == "0" else _positive(text)
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = math.nan
+    if not 0 <= speed < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, 0 or more")
+    return speed or math.inf

@@ -50,7 +50,7 @@ def prompt_rows(call: Call, look: Look) -> Iterator[Row]:
         return
     ids, pieces = call.started.prompt_token_ids, call.prompt_pieces()
     for turn in turns_of(pieces):
-        label = turn.role or ("glue" if call.parent else "prompt")
+        label = turn.role or ("template" if call.parent else "prompt")
         yield Row(label, role_style(turn.role), _turn_text(turn, ids, pieces, look))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from tokentape_executor.shades import probability_legend, shade, visible
+from tokentape_executor.shades import shade, visible
 
 MARKUP = "dim"
 """The style of a template's marks, of side remarks, and of what nobody said."""
@@ -36,12 +36,6 @@ class Look:
 def role_style(role: str) -> str:
     """Return the style of a role's text."""
     return _ROLES.get(role, MARKUP)
-
-
-def legend() -> Text:
-    """Return the key to all colours."""
-    roles = Text("  ").join(Text(role, style) for role, style in _ROLES.items())
-    return Text.assemble(roles, "   ", probability_legend())
 
 
 def token_text(token_id: int, piece: str, ids: Ids) -> str:

@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from tokentape_executor.shades import probability_legend
 from tokentape_executor.watch import blocks, words
 from tokentape_executor.watch.blocks import LABEL_WIDTH, Row
 from tokentape_executor.watch.look import MARKUP, Look
@@ -73,6 +74,9 @@ class Printer:
     def _end(self, end: ReelEnded) -> None:
         counts = f"  {words.calls(end.call_count)}, {words.tokens(end.sampled_token_count)} sampled"
         self._head(Text.assemble(("sealed", "bold"), (counts, MARKUP)))
+        if not self._plain:
+            # What is live goes away in the end, and its key to the colours with it; this one stays.
+            self._console.print(probability_legend(), no_wrap=True, overflow="ellipsis")
 
     def _head(self, text: Text) -> None:
         self._console.print()

@@ -14,9 +14,10 @@ from rich.live import Live
 from rich.rule import Rule
 from rich.text import Text
 
+from tokentape_executor.shades import probability_legend
 from tokentape_executor.watch import blocks, words
 from tokentape_executor.watch.blocks import LABEL_WIDTH, Row
-from tokentape_executor.watch.look import MARKUP, Look, legend
+from tokentape_executor.watch.look import MARKUP, Look
 from tokentape_executor.watch.printer import grid
 from tokentape_executor.watch.reel import Call, Choice, Reel
 
@@ -65,7 +66,7 @@ class Screen:
         parts: list[RenderableType] = [self._tail(call, choice, rows) for call, choice in shown]
         if len(growing) > len(shown):
             parts.append(Text(f"{len(growing) - len(shown)} more sample meanwhile", MARKUP))
-        below = [self._status(), legend()]
+        below = [self._status(), probability_legend()]
         for line in below:
             line.no_wrap, line.overflow = True, "ellipsis"
         return Group(*parts, Rule(style="bright_black"), *below)

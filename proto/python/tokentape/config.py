@@ -22,6 +22,8 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from typing_extensions import override
 
+from tokentape.secret_file import reason_of
+
 _Value: TypeAlias = "bool | str | int | float | list[Any] | dict[str, Any]"
 
 _NOT_IN_FILES = ("help", "config")
@@ -70,7 +72,7 @@ class ConfigurableParser(argparse.ArgumentParser):
         try:
             return tomllib.loads(file.read_text())
         except (OSError, UnicodeDecodeError) as error:
-            self.error(f"--config: {file} cannot be read: {error}")
+            self.error(f"--config: {file} cannot be read: {reason_of(error)}")
         except tomllib.TOMLDecodeError as error:
             self.error(f"--config: {file} is not TOML: {error}")
 

@@ -12,7 +12,8 @@ from typing import Self
 _MAX_PORT = 65535
 _ANY, _ANY_IPV4 = "::", "0.0.0.0"  # noqa: S104 - only where the user says so
 _UNIX = "unix:"
-_MAX_UNIX_PATH_BYTES = 107
+MAX_UNIX_PATH_BYTES = 107
+"""The longest path of a Unix socket, as Linux has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,6 @@ def parse_address(text: str) -> ListenAddress | UnixAddress:
     path = Path(text.removeprefix(_UNIX))
     if not path.is_absolute():
         raise argparse.ArgumentTypeError(f"{text!r} is not unix:/PATH: the path must be absolute")
-    if len(str(path).encode()) > _MAX_UNIX_PATH_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is longer than the {_MAX_UNIX_PATH_BYTES} bytes of a socket's path")
+    if len(str(path).encode()) > MAX_UNIX_PATH_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than the {MAX_UNIX_PATH_BYTES} bytes of a socket's path")
     return UnixAddress(path)

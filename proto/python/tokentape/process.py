@@ -28,7 +28,8 @@ def add_serving_options(parser: argparse.ArgumentParser, *, default_listen: str,
         "--ready-file",
         type=Path,
         metavar="FILE",
-        help='written when, and only when, this process serves: {"address": "HOST:PORT", "pid": N}',
+        help="written when, and only when, this process serves: a JSON object with its address, its pid, and the "
+        "addresses of what else it serves",
     )
 
 
@@ -70,15 +71,38 @@ def _http_url(text: str) -> str:
     return text
 
 
+class UnusableReadyFile(ValueError):
+    """The ready file cannot be written; the message names its option."""
+
+
+def clear_ready_file(path: Path) -> None:
+    """Remove what a process that was killed has left there: it serves no more. Raises `UnusableReadyFile`.
+
+    For who has seen that nobody else serves at its address, and does not serve yet.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
 def write_ready_file(
     path: Path, address: ListenAddress | UnixAddress, **others: ListenAddress | UnixAddress | str | None
 ) -> None:
     """Publish that this process serves at `address`, and at `others` by what is served there (`None`: it is not).
 
-    Readers see the whole file or none.
+    Readers see the whole file or none. Raises `UnusableReadyFile`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     told = {name: str(other) for name, other in others.items() if other is not None}
-    draft.write_text(json.dumps({"address": str(address), "pid": os.getpid(), **told}) + "\n")
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps({"address": str(address), "pid": os.getpid(), **told}) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> UnusableReadyFile:
+    return UnusableReadyFile(f"--ready-file {path} cannot be written: {error.strerror}")

@@ -73,6 +73,9 @@ def reason_of(error: OSError | ValueError) -> str:
 
 
 def _read(file: Path) -> list[bytes]:
+    if stat.S_ISFIFO(file.stat().st_mode):
+        # Who opens one waits for its writer, and a server waits with it.
+        raise ValueError("it is a pipe")
     secrets_found = [line.strip() for line in file.read_bytes().splitlines() if line.strip()]
     if not secrets_found:
         raise ValueError("it holds no secret")
