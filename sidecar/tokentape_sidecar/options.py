@@ -13,6 +13,7 @@ from tokentape.process import add_serving_options, add_telemetry_options
 from tokentape.tls import add_tls_options
 from tokentape_sidecar.limits import DEFAULT_LIMITS
 from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
+from tokentape_sidecar.tape import SIDECAR_NAME
 
 _MOST_MESSAGE_BYTES = 2**31 - 1
 
@@ -65,7 +66,7 @@ def make_parser() -> ConfigurableParser:
 
 
 def _sidecar_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", text):
+    if not re.fullmatch(SIDECAR_NAME, text):
         raise argparse.ArgumentTypeError(f"{text!r} must be 1 to 64 letters, digits, '-' or '_'")
     return text
 

@@ -33,7 +33,10 @@ from tokentape_sidecar.tape_log import EventKind, TapeLog
 SCHEMA_VERSION = 1
 """The version of the entries that a tape is made of."""
 
-_TAPE_ID = re.compile(r"(?P<sidecar>[A-Za-z0-9][A-Za-z0-9_-]{0,63})\.[0-9a-f]{32}")
+SIDECAR_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
+"""What a sidecar may be called, as a regular expression."""
+
+_TAPE_ID = re.compile(rf"(?P<sidecar>{SIDECAR_NAME})\.[0-9a-f]{{32}}")
 
 
 def sidecar_name_of(tape_id: str) -> str:

@@ -227,7 +227,7 @@ async def probed(url: str) -> AsyncGenerator[list[float]]:
     try:
         yield times
     finally:
-        said, _ = await prober.communicate()
+        said, _ = await prober.communicate(b"")
     assert prober.returncode == 0
     times += map(float, said.split())
 
