@@ -17,6 +17,7 @@ import argparse
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -26,12 +27,12 @@ from tokentape.secret_file import reason_of
 
 _Value: TypeAlias = "bool | str | int | float | list[Any] | dict[str, Any]"
 
-_NOT_IN_FILES = ("help", "config")
+_NOT_IN_FILES = ("help", "version", "config")
 _PASSED_ON = "vllm"
 
 
 class ConfigurableParser(argparse.ArgumentParser):
-    """An `ArgumentParser` with `--config`. Options are not abbreviated.
+    """An `ArgumentParser` with `--config` and `--version`. Options are not abbreviated.
 
     Call `with_config` on the arguments before anything else reads them.
     """
@@ -41,6 +42,7 @@ class ConfigurableParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
         self._passes_on = passes_on
         self._place = ""
+        self.add_argument("--version", action="version", version=f"tokentape {version('tokentape')}")
         self.add_argument(
             "--config",
             type=Path,
