@@ -90,6 +90,8 @@ class WeightObserver:
         self._asleep: frozenset[str] = frozenset()
         """What of the engine's memory is released."""
         self._holding_calls = 0
+        self._resumptions = 0
+        """Calls that end a pause and have not returned."""
         self._weight_calls = 0
         self._callbacks: list[Callable[[], None]] = []
         self._cache_empty = False
@@ -118,8 +120,11 @@ class WeightObserver:
 
     @property
     def held(self) -> bool:
-        """Whether the engine is paused or asleep, or a watched method has not returned that keeps it from sampling."""
-        return self._paused or self._holding_calls > 0
+        """Whether the engine is paused or asleep, or a call has not returned that moves weights or memory.
+
+        What else is asked of an engine it answers between two steps; one that does not is not held, but silent.
+        """
+        return (self._paused and not self._resumptions) or self._holding_calls > 0
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` at the beginning of every update."""
@@ -265,6 +270,8 @@ class WeightObserver:
         self, method: Callable[..., Awaitable[Any]], after: Callable[..., None] | None
     ) -> Callable[..., Awaitable[Any]]:
         """Return `method`, noting that it is called, and telling `after` its result and arguments."""
+        takes_its_time = after in (None, self._on_asleep, self._on_awake)
+        resumes = after == self._on_resumed
 
         @functools.wraps(method)
         async def call(*args: Any, **kwargs: Any) -> object:
@@ -272,13 +279,15 @@ class WeightObserver:
             if changes_weights:
                 self._begin_update()
             # While it waits for running requests the engine samples.
-            holds = kwargs.get("mode") != "wait"
+            holds = takes_its_time and kwargs.get("mode") != "wait"
             self._holding_calls += holds
+            self._resumptions += resumes
             self._weight_calls += changes_weights
             try:
                 result = await method(*args, **kwargs)
             finally:
                 self._holding_calls -= holds
+                self._resumptions -= resumes
                 self._weight_calls -= changes_weights
             if after is not None:
                 after(result, *args, **kwargs)

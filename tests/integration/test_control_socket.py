@@ -86,7 +86,8 @@ async def test_what_stops_does_not_take_the_socket_of_its_successor(directory: P
     controller = Controller(f"unix:{socket}")
     # A stream, which the first one gives a moment to end.
     channel: Any = controller.channel
-    await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).read()
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    await health.Watch(health_pb2.HealthCheckRequest()).read()
     stopping = asyncio.create_task(first.stop(grace_seconds=0))
     await eventually(lambda: not socket.exists())
     second = await start(socket)

@@ -223,7 +223,11 @@ def test_a_ready_file_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-@pytest.mark.parametrize("use", [clear_ready_file, lambda file: write_ready_file(file, ListenAddress("127.0.0.1", 1))])
+def write_some_ready_file(file: Path) -> None:
+    write_ready_file(file, ListenAddress("127.0.0.1", 1))
+
+
+@pytest.mark.parametrize("use", [clear_ready_file, write_some_ready_file])
 def test_a_ready_file_that_cannot_be_written_is_told(tmp_path: Path, use: Callable[[Path], None]) -> None:
     for file, reason in ((tmp_path, "Is a directory"), (Path("/dev/null/ready"), "File exists")):
         with pytest.raises(UnusableReadyFile, match=f"^--ready-file {file} cannot be written: {reason}$"):

@@ -310,23 +310,46 @@ async def test_the_phase_is_what_the_engine_was_last_told(engine: Driven, observ
     assert observer.phase is Phase.PAUSED
 
 
-async def test_an_engine_that_waits_for_its_requests_samples(engine: Driven, observer: WeightObserver) -> None:
+async def test_an_engine_that_does_not_answer_its_driver_is_not_held_E13() -> None:
+    """It answers between two steps, so that its silence is no pause's."""
+    answers = asyncio.Event()
+
+    class Silent(Driven):
+        async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+            await answers.wait()
+
+        async def resume_generation(self) -> None:
+            await answers.wait()
+
+    silent = Silent()
+    observer = WeightObserver(silent)
+    for ask, held_then in ((lambda: silent.pause_generation(mode="keep"), True), (silent.resume_generation, False)):
+        answers.clear()
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        assert not observer.held
+        answers.set()
+        await asking
+        assert observer.held is held_then
+
+
+async def test_an_engine_that_waits_for_its_requests_samples() -> None:
     waits = asyncio.Event()
 
     class Waiting(Driven):
-        async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        async def sleep(self, level: int = 1, *, mode: str = "abort") -> None:
             await waits.wait()
 
     waiting = Waiting()
     observer = WeightObserver(waiting)
     for mode, held in (("wait", False), ("keep", True)):
         waits.clear()
-        pausing = asyncio.create_task(waiting.pause_generation(mode=mode))
+        sleeping = asyncio.create_task(waiting.sleep(mode=mode))
         await asyncio.sleep(0)
         assert observer.held is held
         waits.set()
-        await pausing
-        await waiting.resume_generation()
+        await sleeping
+        await waiting.wake_up()
 
 
 async def test_a_change_in_progress_is_known(engine: Driven, observer: WeightObserver) -> None:
