@@ -119,7 +119,7 @@ def _control_listener(
             if value is not None:
                 parser.error(f"{option} needs --control")
         return None
-    if address == DEFAULT_CONTROL:
+    if address is DEFAULT_CONTROL:
         address = UnixAddress(_runtime_directory() / f"control-{options.name}.sock")
     if isinstance(address, ListenAddress) and token_file is None:
         parser.error(f"--control: {address} needs --control-token-file")

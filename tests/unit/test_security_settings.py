@@ -80,6 +80,9 @@ def test_what_is_guarded_or_out_of_reach_is_served(parse: Parse, options: list[s
 def test_by_default_only_this_machine_is_served() -> None:
     assert not parse_sidecar([]).data.address.is_public
     assert not parse_bridge([]).listen.is_public
+    at_the_root = parse_sidecar(["--control", "unix:/"]).control
+    assert at_the_root is not None
+    assert str(at_the_root.address) == "unix:/"
     control = parse_sidecar(["--control"]).control
     assert control is not None
     assert str(control.address).startswith("unix:")
