@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients import Load, run
-from bench.servers import Server, ServerFailed, free_port, serving
+from bench.servers import Server, ServerFailed, end_by_signals, free_port, serving
 
 _NAME = "bench"
 _ENGINE = ("--max-model-len", "2048", "--dtype", "bfloat16", "--max-num-seqs", "1024")
@@ -231,6 +231,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    end_by_signals()
     options.out = options.out.resolve()
     (options.smg_site,) = options.smg.resolve().glob("lib/python3*/site-packages")
     about = {"versions": versions(options.smg_site), "cpus": os.cpu_count(), "tokens": options.tokens}

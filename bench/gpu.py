@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients import Load, Readings, run
-from bench.servers import Server, ServerFailed, free_port, run_to_end, serving
+from bench.servers import Server, ServerFailed, end_by_signals, free_port, run_to_end, serving
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 ENGINE_OPTIONS = (
@@ -329,6 +329,7 @@ def main() -> None:
     parser.add_argument("--in-process", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="more of vLLM's; at the end")
     options = parser.parse_args()
+    end_by_signals()
     streams = list(map(int, options.streams))
     if options.in_process:
         asyncio.run(in_process(options.in_process, streams, options))

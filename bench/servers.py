@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -53,6 +54,11 @@ class Server:
 def _is_engine_core(process: psutil.Process) -> bool:
     said = " ".join([process.name(), *process.cmdline()])
     return "EngineCore" in said or "VLLM::Worker" in said
+
+
+def end_by_signals() -> None:
+    """Let SIGTERM end this process by an exception, so that the servers that it has started end too."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def free_port() -> int:

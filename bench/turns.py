@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from bench.servers import Server, serving
+from bench.servers import Server, end_by_signals, serving
 
 from tokentape.channel import dial
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path(".cache/SmolLM2-135M-Instruct"))
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
+    end_by_signals()
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "turns.json").write_text(json.dumps(asyncio.run(run(options)), indent=1))
