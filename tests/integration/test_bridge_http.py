@@ -163,7 +163,7 @@ def run_bridge(*options: str) -> subprocess.CompletedProcess[str]:
 
 def body_of(size: int) -> bytes:
     """A chat's body of `size` bytes."""
-    empty = json.dumps({"messages": [{"role": "user", "content": "hi"}], "metadata": {"note": ""}}).encode()
+    empty = json.dumps({"messages": [{"role": "user", "content": "hi"}], "user": ""}).encode()
     return empty.replace(b'""', b'"' + b"x" * (size - len(empty)) + b'"')
 
 
