@@ -21,8 +21,9 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 
+from tokentape.held_directory import HeldDirectory
 from tokentape_bridge.metrics import DIRECTORY_VARIABLE, forget_worker
-from tokentape_bridge.metrics_directory import MetricsDirectory, metrics_directory
+from tokentape_bridge.metrics_directory import metrics_directory
 from tokentape_bridge.settings import HttpSettings
 
 _logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ async def serve_with_workers(
 
 class _Workers:
     def __init__(
-        self, settings: HttpSettings, listener: socket.socket, arguments: Sequence[str], directory: MetricsDirectory
+        self, settings: HttpSettings, listener: socket.socket, arguments: Sequence[str], directory: HeldDirectory
     ) -> None:
         self._settings = settings
         self._listener = listener

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import weakref
-from pathlib import Path
 
+from tokentape import held_directory
+from tokentape.held_directory import HeldDirectory
 from tokentape.listen import UnixAddress
 
-_LONGEST_TEMPORARY_ROOT = 70
-"""A Unix socket's path may have 107 bytes; 27 are ours."""
+_PREFIX = "tokentape-sidecar-"
+_LONGEST_TEMPORARY_ROOT = 65
+"""A Unix socket's path may have 107 bytes; 42 are ours at most."""
 
 
 class PrivateSocket:
@@ -18,14 +19,22 @@ class PrivateSocket:
 
     def __init__(self) -> None:
         """Make the directory."""
-        directory = Path(tempfile.mkdtemp(prefix="tokentape-", dir=_temporary_root()))
-        self.address = UnixAddress(directory / "sidecar")
+        held = HeldDirectory.make(_PREFIX, _temporary_root())
+        # One of its own, since whoever binds a socket takes the lock of the socket's directory.
+        inner = held.path / "socket"
+        inner.mkdir(mode=0o700)
+        self.address = UnixAddress(inner / "sidecar")
         """Where to listen."""
-        self._finalizer = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, held.remove)
 
     def remove(self) -> None:
         """Remove the directory; so do the end of this object and that of the interpreter. Again does nothing."""
         self._finalizer()
+
+
+def sweep() -> None:
+    """Remove the directories that killed processes of this user have left."""
+    held_directory.sweep(_PREFIX, _temporary_root())
 
 
 def _temporary_root() -> str:

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from support.metrics import samples_of
-from tokentape_bridge import metrics_directory
+from tokentape.held_directory import sweep
+from tokentape_bridge.metrics_directory import PREFIX
 
 if TYPE_CHECKING:
     from integration.conftest import Bridge, ServerProcess, StartBridge, StartSidecar
@@ -127,14 +128,14 @@ def test_workers_end_when_their_parent_is_killed_and_their_directory_is_swept(
     bridge = start_bridge("--workers", "2", a=sidecar.address)
     workers = workers_of(bridge)
     (directory,) = tmp_path.glob(METRICS)
-    metrics_directory.sweep()
+    sweep(PREFIX, tempfile.gettempdir())
     assert directory.exists()
     bridge.kill()
     eventually(lambda: not any(worker.is_running() for worker in workers))
     with pytest.raises(httpx.ConnectError):
         bridge.client.get("/version")
     assert directory.exists()
-    metrics_directory.sweep()
+    sweep(PREFIX, tempfile.gettempdir())
     assert list(tmp_path.glob(METRICS)) == []
 
 

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import secrets
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from tokentape.secret_file import SecretFile, UnusableSecretFile
 from tokentape_bridge.archive import unpack
 from tokentape_bridge.tokenizer import Tokenizer, TokenizerError
 from tokentape_executor.log_redaction import hide_tapes
-from tokentape_executor.private_socket import PrivateSocket
+from tokentape_executor.private_socket import PrivateSocket, sweep
 from tokentape_executor.reader_tokens import ReadableTape
 from tokentape_executor.rollout_client import RolloutClient
 from tokentape_executor.tape_client import OpenedTape
@@ -91,14 +93,25 @@ async def test_objects_do_not_tell_their_secrets() -> None:
 
 def test_a_sidecar_of_ones_own_is_where_only_this_user_can_enter() -> None:
     own = PrivateSocket()
-    directory, remove = own.address.path.parent, own.remove
+    directory, remove = own.address.path.parents[1], own.remove
     del own
     gc.collect()
     # It lasts as long as there is somebody to remove it.
     assert directory.stat().st_mode & 0o777 == 0o700
     assert directory.owner() == Path("/proc/self").owner()
+    sweep()
+    assert directory.exists()
     remove()
     assert not directory.exists()
+
+
+def test_what_a_killed_process_left_of_its_socket_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os; from tokentape_executor.private_socket import PrivateSocket as P; p = P(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    assert len(list(tmp_path.iterdir())) == 1
+    sweep()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("logger", ["httpx", "httpx2", "httpcore.http11", "httpcore2.http11", "openai._base_client"])

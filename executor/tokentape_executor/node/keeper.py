@@ -6,7 +6,7 @@ holding the directory's lock:
 
 1. removes its socket, so that nobody else joins (whoever wants to waits for the lock),
 2. stops bridge and Gym, at the same time,
-3. removes its directory,
+3. removes its directory, and what killed members have left,
 4. exits; the connections of those that still wait end with it, so that nothing is left when they learn of it.
 """
 
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from tokentape.logs import configure_logging
+from tokentape_executor import private_socket
 from tokentape_executor.errors import StartFailed
 from tokentape_executor.node.membership import Membership
 from tokentape_executor.node.places import Place, sweep
@@ -74,6 +75,8 @@ class Keeper:
         services.cancel()
         await asyncio.gather(services, return_exceptions=True)
         await self._members.tell_all()
+        # A member that was killed could not.
+        private_socket.sweep()
         self._place.remove()
         logging.shutdown()
         # At once, with connections and lock open: who sees them end, sees that this process has ended too.
