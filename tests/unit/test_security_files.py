@@ -105,13 +105,15 @@ def test_a_sidecar_of_ones_own_is_where_only_this_user_can_enter() -> None:
     assert not directory.exists()
 
 
-def test_what_a_killed_process_left_of_its_socket_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_what_a_killed_process_left_of_its_socket_is_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os; from tokentape_executor.private_socket import PrivateSocket as P; p = P(); os._exit(9)"
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
-    assert len(list(tmp_path.iterdir())) == 1
-    sweep()
-    assert list(tmp_path.iterdir()) == []
+    # Of a short name, as a socket's path must be.
+    with tempfile.TemporaryDirectory(prefix="tt-", dir="/tmp") as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": temporary}, check=False)
+        assert len(os.listdir(temporary)) == 1
+        sweep()
+        assert os.listdir(temporary) == []
 
 
 @pytest.mark.parametrize("logger", ["httpx", "httpx2", "httpcore.http11", "httpcore2.http11", "openai._base_client"])
