@@ -8,6 +8,7 @@ of one process: pytest-xdist's `-n`, which is for the other tests, is refused un
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -52,6 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Ignored in what a shell starts in the background, and then in all that tests start, who send it to them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("require_real") and config.getoption("numprocesses", None):
         raise pytest.UsageError("--require-real: counts the tests of one process; run it without -n")
     config.stash[_outcomes] = {}
