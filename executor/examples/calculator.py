@@ -29,7 +29,10 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 class Calculator(TapeExecutor):
-    """A task has `question` and `answer`; the reward is 1.0 where the model's last number is the answer."""
+    """A task has `question` and `expected_answer`, as in `questions.jsonl`.
+
+    The reward is 1.0 where the model's last number is the answer.
+    """
 
     async def run(self, task: Row, client: RolloutClient) -> float:
         """Ask, and compute, until there is an answer; return the reward."""
@@ -43,7 +46,7 @@ class Calculator(TapeExecutor):
                 break
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": compute(wanted[1])}]
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
-        return float(bool(numbers) and float(numbers[-1]) == float(task["answer"]))
+        return float(bool(numbers) and float(numbers[-1]) == float(task["expected_answer"]))
 
 
 def compute(term: str) -> str:
@@ -75,7 +78,7 @@ async def main() -> None:
     questions = [("What is 2 + 3?", 5), ("What is 12 * 12?", 144), ("What is 7 * (8 - 2)?", 42)]
     async with open_policy(options.sidecar, bridge=options.bridge) as policy:
         calculator = Calculator(policy, limits=RolloutLimits(turn_seconds=60))
-        tasks = [{"question": question, "answer": answer} for question, answer in questions]
+        tasks = [{"question": question, "expected_answer": answer} for question, answer in questions]
         for task, rollout in zip(tasks, await calculator.rollouts(tasks), strict=True):
             if isinstance(rollout, FailedRollout):
                 print(task["question"], "failed:", rollout.error)  # noqa: T201

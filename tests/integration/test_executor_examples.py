@@ -78,7 +78,10 @@ async def test_the_calculator_runs_as_a_program(serve: Any, checkout: Path) -> N
 async def test_the_calculator_computes_what_the_model_wants_in_one_sample(serve: Any, checkout: Path) -> None:
     served = serve("Let me see.\ncompute: 7 * (8 - 2)", "compute: 1 / 0", "compute: __import__('os')", "42")
     (rollout,) = await roll_out(
-        served, checkout / "executor/examples/calculator.py", "Calculator", {"question": "7 * (8 - 2)?", "answer": 42}
+        served,
+        checkout / "executor/examples/calculator.py",
+        "Calculator",
+        {"question": "7 * (8 - 2)?", "expected_answer": 42},
     )
     assert rollout.outcome.reward == 1.0
     (sample,) = rollout.trajectory.samples
@@ -86,6 +89,14 @@ async def test_the_calculator_computes_what_the_model_wants_in_one_sample(serve:
     answers = "".join(bytes_of(sample.tokens, checkout))
     for told in ("user\n42<", "That cannot be computed: division by zero", "only numbers, + - * / and parentheses"):
         assert told in answers
+
+
+async def test_the_calculator_answers_the_questions_beside_it(serve: Any, checkout: Path) -> None:
+    examples = checkout / "executor/examples"
+    questions = [json.loads(line) for line in (examples / "questions.jsonl").read_text().splitlines()]
+    served = serve(*(str(question["expected_answer"]) for question in questions))
+    rollouts = await roll_out(served, examples / "calculator.py", "Calculator", *questions)
+    assert [rollout.outcome.reward for rollout in rollouts] == [1.0] * len(questions)
 
 
 def bytes_of(token_ids: list[int], checkout: Path) -> str:

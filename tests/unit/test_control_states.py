@@ -4,109 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from support.engines import ManualEngine
+from support.control_rig import KEEP, LOADED, Rig, opened_rig
 from support.waiting import eventually
-from tokentape_sidecar.call_request import CallRequest
-from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.control import Control
 from tokentape_sidecar.control_states import Operation, State
-from tokentape_sidecar.engine_controls import PauseMode, Phase
+from tokentape_sidecar.engine_controls import Phase
 from tokentape_sidecar.errors import (
     ControlFailed,
     EngineDead,
     EngineStalled,
     InvalidArgument,
     NotFound,
-    ShuttingDown,
     StateForbids,
     WeightsBroken,
 )
-from tokentape_sidecar.record import CallRecord
-
-KEEP, WAIT, ABORT = PauseMode.KEEP, PauseMode.WAIT, PauseMode.ABORT
-
-
-@dataclass
-class Rig:
-    """Controls over an engine moved by hand."""
-
-    root: Path
-    engine: ManualEngine = field(default_factory=ManualEngine)
-    told: list[bool] = field(default_factory=list[bool])
-    """Whether the sidecar served, after each change of that."""
-
-    def __post_init__(self) -> None:
-        self.calls = Calls(self.engine)
-        self.control = Control(self.engine, self.calls, weights_root=self.root, on_change=self._note)
-        self.did = self.engine.controls.done
-
-    async def _note(self) -> None:
-        self.told.append(self.control.serves)
-
-    async def do(self, operation: Operation) -> None:
-        """Ask for it, with arguments that are right."""
-        asked: dict[Operation, Callable[[], Awaitable[None]]] = {
-            Operation.PAUSE: lambda: self.control.pause(KEEP, clear_cache=True),
-            Operation.RESUME: self.control.resume,
-            Operation.UPDATE_WEIGHTS: lambda: self.control.update_weights("step-2", "2"),
-            Operation.SET_WEIGHT_VERSION: lambda: self.control.set_weight_version("2"),
-            Operation.RESET_PREFIX_CACHE: self.control.reset_prefix_cache,
-            Operation.SLEEP: lambda: self.control.sleep(1, KEEP),
-            Operation.WAKE_UP: lambda: self.control.wake_up([]),
-        }
-        await asked[operation]()
-
-    async def be(self, state: State) -> None:
-        """Bring the engine there."""
-        match state:
-            case State.RUNNING:
-                pass
-            case State.PAUSED:
-                await self.do(Operation.PAUSE)
-            case State.ASLEEP:
-                await self.do(Operation.SLEEP)
-            case State.UPDATING_WEIGHTS:
-                self.engine.controls.updating_weights = True
-            case State.WEIGHTS_BROKEN:
-                await self.break_weights()
-            case State.STALLED:
-                self.calls.silent_seconds = 9.0
-            case State.DEAD:
-                self.control.engine_dead = True
-        assert self.control.state is state
-        self.did.clear()
-        self.engine.controls.begun.clear()
-
-    async def break_weights(self) -> None:
-        self.engine.controls.failures["update_weights"] = RuntimeError("shapes differ")
-        with pytest.raises(ControlFailed, match="failed to update the weights: shapes differ"):
-            await self.do(Operation.UPDATE_WEIGHTS)
-        del self.engine.controls.failures["update_weights"]
-
-    async def start(self, count: int = 1) -> list[CallRecord]:
-        return [await self.calls.start(CallRequest([1, 2, 3]), None) for _ in range(count)]
 
 
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncGenerator[Rig]:
-    for name in ("step-1", "step-2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").touch()
-    made = Rig(tmp_path)
-    yield made
-    await made.control.close(0)
-    await made.calls.close()
+    async with opened_rig(tmp_path) as made:
+        yield made
 
 
 REFUSED, NEEDLESS = "refused", "needless"
-LOADED = [("pause", KEEP, True), ("update_weights", "step-2"), ("set_weight_version", "2"), ("resume",)]
 IN_STATE = {
     (State.RUNNING, Operation.PAUSE): ([("pause", KEEP, True)], State.PAUSED),
     (State.RUNNING, Operation.RESUME): NEEDLESS,
@@ -356,107 +282,3 @@ async def test_levels_and_tags_are_those_that_there_are(rig: Rig) -> None:
             await rig.control.sleep(level, KEEP)
     with pytest.raises(InvalidArgument, match="tags: there is no 'all'; there are: weights, kv_cache"):
         await rig.control.wake_up(["weights", "all"])
-
-
-async def test_operations_run_one_at_a_time_in_their_order(rig: Rig) -> None:
-    rig.engine.controls.goes_on.clear()
-    orders = [Operation.PAUSE, Operation.SET_WEIGHT_VERSION, Operation.UPDATE_WEIGHTS, Operation.RESUME]
-    asked = [asyncio.create_task(rig.do(operation)) for operation in orders]
-    await eventually(lambda: rig.engine.controls.begun == ["pause"])
-    assert rig.control.state is State.RUNNING
-    rig.engine.controls.goes_on.set()
-    await asyncio.gather(*asked)
-    names = ["pause", "set_weight_version", "update_weights", "set_weight_version", "resume"]
-    assert [step[0] for step in rig.did] == names
-
-
-async def test_an_update_ends_though_its_asker_has_left_and_one_that_waits_is_dropped(rig: Rig) -> None:
-    rig.engine.controls.goes_on.clear()
-    updating = asyncio.create_task(rig.do(Operation.UPDATE_WEIGHTS))
-    await eventually(lambda: rig.engine.controls.begun)
-    waiting = [asyncio.create_task(rig.do(Operation.SLEEP)), asyncio.create_task(rig.do(Operation.PAUSE))]
-    await asyncio.sleep(0)
-    updating.cancel()
-    waiting[0].cancel()
-    await asyncio.wait({updating, waiting[0]})
-    rig.engine.controls.goes_on.set()
-    await waiting[1]
-    assert rig.did == [*LOADED, ("pause", KEEP, True)]
-
-
-async def test_an_update_whose_asker_has_left_and_that_fails_is_known_afterwards(rig: Rig) -> None:
-    rig.engine.controls.failures["update_weights"] = RuntimeError("shapes differ")
-    rig.engine.controls.goes_on.clear()
-    updating = asyncio.create_task(rig.do(Operation.UPDATE_WEIGHTS))
-    await eventually(lambda: rig.engine.controls.begun)
-    updating.cancel()
-    await asyncio.wait({updating})
-    rig.engine.controls.goes_on.set()
-    await eventually(lambda: rig.control.state is State.WEIGHTS_BROKEN)
-
-
-@pytest.mark.parametrize("before", [State.RUNNING, State.PAUSED])
-async def test_a_pause_that_waits_for_calls_is_called_off_with_its_asker(rig: Rig, before: State) -> None:
-    await rig.be(before)
-    rig.engine.controls.goes_on.clear()
-    pausing = asyncio.create_task(rig.control.pause(WAIT, clear_cache=True))
-    await eventually(lambda: rig.engine.controls.begun[-1:] == ["pause"])
-    pausing.cancel()
-    await asyncio.wait({pausing})
-    rig.engine.controls.goes_on.set()
-    await eventually(lambda: rig.did)
-    assert rig.did == ([("resume",)] if before is State.RUNNING else [("pause", KEEP, False)])
-    assert rig.control.state is before
-    await rig.do(Operation.PAUSE)
-
-
-async def test_a_sleep_that_waits_for_calls_waits_first_and_then_is_not_called_off(rig: Rig) -> None:
-    controls = rig.engine.controls
-    controls.goes_on.clear()
-    sleeping = asyncio.create_task(rig.control.sleep(1, WAIT))
-    await eventually(lambda: controls.begun == ["pause"])
-    controls.goes_on.set()
-    await sleeping
-    assert rig.did == [("pause", WAIT, True), ("sleep", 1, KEEP)]
-
-
-async def test_weights_that_a_sleep_has_discarded_are_known_to_be_gone_though_its_asker_has_left(rig: Rig) -> None:
-    controls = rig.engine.controls
-    await rig.be(State.PAUSED)
-    controls.goes_on.clear()
-    sleeping = asyncio.create_task(rig.control.sleep(2, WAIT))
-    await eventually(lambda: controls.begun == ["pause"])
-    controls.goes_on.set()
-    await eventually(lambda: controls.begun == ["pause", "sleep"])
-    sleeping.cancel()
-    await asyncio.wait({sleeping})
-    await eventually(lambda: rig.control.state is State.ASLEEP)
-    await rig.control.wake_up([])
-    assert rig.control.state is State.ASLEEP
-    await rig.do(Operation.UPDATE_WEIGHTS)
-    assert rig.control.state is State.RUNNING
-
-
-async def test_at_the_end_an_update_may_end_within_the_grace_period(rig: Rig) -> None:
-    controls = rig.engine.controls
-    controls.goes_on.clear()
-    updating = asyncio.create_task(rig.do(Operation.UPDATE_WEIGHTS))
-    waiting = asyncio.create_task(rig.do(Operation.PAUSE))
-    await eventually(lambda: controls.begun)
-    closing = asyncio.create_task(rig.control.close(5))
-    await asyncio.sleep(0)
-    controls.goes_on.set()
-    await closing
-    await updating
-    with pytest.raises(ShuttingDown):
-        await waiting
-    assert rig.did == LOADED
-
-
-async def test_at_the_end_an_update_that_takes_too_long_is_cancelled(rig: Rig) -> None:
-    rig.engine.controls.goes_on.clear()
-    updating = asyncio.create_task(rig.do(Operation.UPDATE_WEIGHTS))
-    await eventually(lambda: rig.engine.controls.begun)
-    await rig.control.close(0.05)
-    with pytest.raises(ShuttingDown, match=r"too soon to update the weights to its end$"):
-        await updating
