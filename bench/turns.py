@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from bench.http_clients import WORDS
 from bench.servers import Server, end_by_signals, serving
 
 from tokentape.channel import dial
 from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
 
 SHOWN_TURNS = (2, 16, 64, 128)
-_WORDS = ("time", "water", "under", "light", "house", "river", "number", "people", "sound", "great", "place", "year")
 _JSON = {"Content-Type": "application/json"}
 _SETTLE_SECONDS = 0.2
 _MANY_TAPES, _LONG_TAPES, _LONG_TOKENS = 4000, 64, 2048
@@ -95,7 +95,7 @@ class Conversation:
 
     async def turn(self) -> tuple[int, int]:
         """Take a turn; return the tokens of its prompt, and the bytes that went and came over HTTP."""
-        self._messages.append({"role": "user", "content": " ".join(self._words.choices(_WORDS, k=12))})
+        self._messages.append({"role": "user", "content": " ".join(self._words.choices(WORDS, k=12))})
         body = {
             "model": "bench",
             "messages": self._messages,

@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2
 
 from support import checkpoints
 from support.controlled import ABORT, KEEP, WAIT, Call, Controller
-from support.real_engine import CPU_ENVIRONMENT
+from support.real_engine import CPU_ENVIRONMENT, QUESTIONS
 from support.refusals import refused
 from support.scripted import SidecarProcess, sidecar_process
 from support.sidecar_client import SidecarClient
@@ -45,16 +45,6 @@ pytestmark = [
 Status = grpc.StatusCode
 ROLLOUTS, TOKENS, BEFORE = 8, 120, 40
 OLD, NEW = "step-1", "step-2"
-QUESTIONS = (
-    "What is 2 + 3?",
-    "Name a colour.",
-    "Say hello in French.",
-    "Why is the sky blue?",
-    "List three animals.",
-    "What is the capital of Italy?",
-    "Write a short poem.",
-    "Count to five.",
-)
 BROKEN = "an update of the weights failed half way"
 
 

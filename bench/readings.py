@@ -1,0 +1,86 @@
+"""What a bench asks of a server, and what its clients read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to ask: `streams` at once, each `rounds` times."""
+
+    kind: str
+    """One of `CLIENTS`."""
+    address: str
+    streams: int
+    rounds: int = 1
+    prompt_tokens: int = 128
+    new_tokens: int = 256
+    model: str = "bench"
+    processes: int = 1
+    site: str = ""
+    """A directory with packages that this client needs besides."""
+    give_up_seconds: float = 240.0
+
+
+@dataclass
+class Readings:
+    """What clients saw; times in seconds of the machine's monotonic clock."""
+
+    began: float = 0.0
+    ended: float = 0.0
+    tokens: int = 0
+    bytes_received: int = 0
+    first: list[float] = field(default_factory=list)
+    """From sending the request to its first token, for each."""
+    gaps: list[float] = field(default_factory=list)
+    """Between one arrival of tokens and the next of the same request."""
+    messages: int = 0
+
+    def request(self, sent: float, arrivals: list[float], tokens: int) -> None:
+        """Take one request's arrivals."""
+        self.tokens += tokens
+        self.messages += len(arrivals)
+        self.first.append(arrivals[0] - sent)
+        self.gaps.extend(np.diff(arrivals).tolist())
+
+    def figures(self) -> dict[str, float]:
+        """Return the readings as a row of a table has them."""
+        seconds = self.ended - self.began
+        milliseconds = 1e3
+        gaps = self.gaps or [0.0]
+        return {
+            "tokens": self.tokens,
+            "seconds": seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "first_token_ms_p50": float(np.percentile(self.first, 50)) * milliseconds,
+            "first_token_ms_p99": float(np.percentile(self.first, 99)) * milliseconds,
+            "gap_ms_p50": float(np.percentile(gaps, 50)) * milliseconds,
+            "gap_ms_p99": float(np.percentile(gaps, 99)) * milliseconds,
+            "bytes_per_token": self.bytes_received / self.tokens,
+            "tokens_per_message": self.tokens / self.messages,
+        }
+
+    @classmethod
+    def joined(cls, parts: list[Readings]) -> Readings:
+        """Return the readings of all processes as one."""
+        return cls(
+            began=min(part.began for part in parts),
+            ended=max(part.ended for part in parts),
+            tokens=sum(part.tokens for part in parts),
+            bytes_received=sum(part.bytes_received for part in parts),
+            first=[value for part in parts for value in part.first],
+            gaps=[value for part in parts for value in part.gaps],
+            messages=sum(part.messages for part in parts),
+        )
+
+
+class Client(Protocol):
+    """One stream after the other, over a connection of its own or a shared one."""
+
+    async def request(self, prompt: list[int], readings: Readings) -> None:
+        """Ask once, and read the answer to its end."""
+        ...
