@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class Broadcast:
@@ -12,13 +13,20 @@ class Broadcast:
     no notification is lost.
     """
 
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_subscriber")
 
     def __init__(self) -> None:
         self._event: asyncio.Event | None = None
+        self._subscriber: Callable[[], None] | None = None
+
+    def subscribe(self, subscriber: Callable[[], None]) -> None:
+        """Call `subscriber`, of which there is one at most, at each `notify` from now on."""
+        self._subscriber = subscriber
 
     def notify(self) -> None:
         """Wake all present waiters; free when there are none."""
+        if self._subscriber is not None:
+            self._subscriber()
         if self._event is not None:
             self._event.set()
             self._event = None

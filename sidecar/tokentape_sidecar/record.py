@@ -189,6 +189,10 @@ class CallRecord:
         """Return at the next token, finish or failure."""
         await self._changed.wait()
 
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, of which there is one at most, at each token, finish or failure, as `wait_changed` returns."""
+        self._changed.subscribe(callback)
+
     @property
     def started(self) -> bool:
         """Whether all that precedes the first token is here: the prompt's log-probabilities, where asked for."""

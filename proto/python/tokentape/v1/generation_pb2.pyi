@@ -5,6 +5,7 @@ Sampling from the engine: token ids in, token ids and log-probabilities out, as 
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -244,6 +245,276 @@ class GenerateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GenerateManyRequest(_message.Message):
+    """GenerateManyRequest begins a call, or leaves one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Begin(_message.Message):
+        """Begin is a call and what comes with it."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        @_typing.final
+        class MetadataEntry(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            KEY_FIELD_NUMBER: _builtins.int
+            VALUE_FIELD_NUMBER: _builtins.int
+            key: _builtins.str
+            value: _builtins.str
+            def __init__(
+                self,
+                *,
+                key: _builtins.str = ...,
+                value: _builtins.str = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        REQUEST_FIELD_NUMBER: _builtins.int
+        TIMEOUT_FIELD_NUMBER: _builtins.int
+        METADATA_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def request(self) -> Global___GenerateRequest:
+            """As for Generate."""
+
+        @_builtins.property
+        def timeout(self) -> _duration_pb2.Duration:
+            """How long the call may take before it is aborted, and ends as DEADLINE_EXCEEDED. Absent: as long as it needs."""
+
+        @_builtins.property
+        def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+            """What a call of its own would have as metadata: `traceparent`, `tracestate` and `x-request-id` are used."""
+
+        def __init__(
+            self,
+            *,
+            request: Global___GenerateRequest | None = ...,
+            timeout: _duration_pb2.Duration | None = ...,
+            metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Leave(_message.Message):
+        """Leave is empty."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    KEY_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    """Names the call on this stream; the client's choice, and free again when the call has ended."""
+    @_builtins.property
+    def begin(self) -> Global___GenerateManyRequest.Begin:
+        """Begin the call."""
+
+    @_builtins.property
+    def leave(self) -> Global___GenerateManyRequest.Leave:
+        """Leave the call: the engine's work is aborted, and nothing more is said of it but that it ended, as CANCELLED. A call
+        that has ended, or was never begun, is left alone.
+        """
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        begin: Global___GenerateManyRequest.Begin | None = ...,
+        leave: Global___GenerateManyRequest.Leave | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "begin", b"begin", "leave", b"leave"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "begin", b"begin", "key", b"key", "leave", b"leave"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["begin", "leave"]  # noqa: Y015
+    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+
+Global___GenerateManyRequest: _TypeAlias = GenerateManyRequest  # noqa: Y015
+
+@_typing.final
+class GenerateManyResponse(_message.Message):
+    """GenerateManyResponse is what is new of the stream's calls. To be read in the order of its fields: calls that were
+    accepted, tokens that were sampled, choices that ended, calls that ended.
+
+    Tokens lie in columns. A run is some consecutive tokens of one choice; the columns of runs are as long as there are runs
+    in the message, and those of tokens have the tokens of all runs, one run after the other.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CallStarted(_message.Message):
+        """CallStarted is `started` of a call."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        STARTED_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        """The call's."""
+        @_builtins.property
+        def started(self) -> Global___GenerateResponse.Started:
+            """As in Generate."""
+
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            started: Global___GenerateResponse.Started | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["started", b"started"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "started", b"started"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ChoiceFinished(_message.Message):
+        """ChoiceFinished is `finished` of a choice."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        COMPLETION_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        """The call's."""
+        @_builtins.property
+        def completion(self) -> _types_pb2.Completion:
+            """As in Generate."""
+
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            completion: _types_pb2.Completion | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "key", b"key"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class CallEnded(_message.Message):
+        """CallEnded is the status of a call."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        CODE_FIELD_NUMBER: _builtins.int
+        MESSAGE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        """The call's, free from here on."""
+        code: _builtins.int
+        """gRPC's code for how it ended, as Generate's would be; 0: OK, all choices have finished."""
+        message: _builtins.str
+        """The status's message; empty for OK."""
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            code: _builtins.int = ...,
+            message: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "key", b"key", "message", b"message"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STARTED_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    weight_version: _builtins.str
+    """The version of the weights that sampled these tokens; empty while none was ever set."""
+    @_builtins.property
+    def started(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateManyResponse.CallStarted]:
+        """The calls that were accepted."""
+
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The call of each run."""
+
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The choice of each run. Empty: all are of choice 0."""
+
+    @_builtins.property
+    def token_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens in each run. Empty: one in each."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The sampled token ids."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The natural log-probability of each sampled token, as long as token_ids, always finite."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _types_pb2.TopLogprobs:
+        """The most probable tokens at each position. Absent unless top_logprobs was above 0 in the runs' calls, whose k is one."""
+
+    @_builtins.property
+    def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateManyResponse.ChoiceFinished]:
+        """The choices that ended; once per choice, after its last token."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateManyResponse.CallEnded]:
+        """The calls that ended, each once."""
+
+    def __init__(
+        self,
+        *,
+        started: _abc.Iterable[Global___GenerateManyResponse.CallStarted] | None = ...,
+        keys: _abc.Iterable[_builtins.int] | None = ...,
+        choices: _abc.Iterable[_builtins.int] | None = ...,
+        token_counts: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        weight_version: _builtins.str = ...,
+        top_logprobs: _types_pb2.TopLogprobs | None = ...,
+        finished: _abc.Iterable[Global___GenerateManyResponse.ChoiceFinished] | None = ...,
+        ended: _abc.Iterable[Global___GenerateManyResponse.CallEnded] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "choices", b"choices", "ended", b"ended", "finished", b"finished", "keys", b"keys", "logprobs", b"logprobs", "started", b"started", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "weight_version", b"weight_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
+
+Global___GenerateManyResponse: _TypeAlias = GenerateManyResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

@@ -40,6 +40,11 @@ class GenerationServiceStub:
                 request_serializer=tokentape_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tokentape_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/tokentape.v1.GenerationService/GenerateMany',
+                request_serializer=tokentape_dot_v1_dot_generation__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=tokentape_dot_v1_dot_generation__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tokentape.v1.GenerationService/Abort',
                 request_serializer=tokentape_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
@@ -76,6 +81,19 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
+        of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
+        A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
+        which is easier to read.
+
+        The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
+        that a call of the stream still has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
         Aborting a finished or unknown call does nothing and is no error.
@@ -106,6 +124,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=tokentape_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=tokentape_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=tokentape_dot_v1_dot_generation__pb2.GenerateManyRequest.FromString,
+                    response_serializer=tokentape_dot_v1_dot_generation__pb2.GenerateManyResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -151,6 +174,33 @@ class GenerationService:
             '/tokentape.v1.GenerationService/Generate',
             tokentape_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             tokentape_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tokentape.v1.GenerationService/GenerateMany',
+            tokentape_dot_v1_dot_generation__pb2.GenerateManyRequest.SerializeToString,
+            tokentape_dot_v1_dot_generation__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,6 +44,15 @@ class GenerationServiceStub:
     weights failed half way, or the sidecar is shutting down or runs as many calls as it may. ABORTED: the weights changed
     more often than the tape allows. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateManyRequest, _generation_pb2.GenerateManyResponse]
+    """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
+    of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
+    A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
+    which is easier to read.
+
+    The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
+    that a call of the stream still has.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
     Aborting a finished or unknown call does nothing and is no error.
@@ -70,6 +79,15 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead or full, an update of its
     weights failed half way, or the sidecar is shutting down or runs as many calls as it may. ABORTED: the weights changed
     more often than the tape allows. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateManyRequest, _generation_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
+    of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
+    A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
+    which is easier to read.
+
+    The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
+    that a call of the stream still has.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
@@ -100,6 +118,21 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         RESOURCE_EXHAUSTED: a limit of the tape or of the sidecar. UNAVAILABLE: the engine is dead or full, an update of its
         weights failed half way, or the sidecar is shutting down or runs as many calls as it may. ABORTED: the weights changed
         more often than the tape allows. INTERNAL: the engine failed this call, or gave it an unusable log-probability.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateManyResponse], _abc.AsyncIterator[_generation_pb2.GenerateManyResponse]]:
+        """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
+        of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
+        A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
+        which is easier to read.
+
+        The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
+        that a call of the stream still has.
         """
 
     @_abc_1.abstractmethod
