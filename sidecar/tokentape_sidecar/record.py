@@ -190,7 +190,7 @@ class CallRecord:
         await self._changed.wait()
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, of which there is one at most, at each token, finish or failure, as `wait_changed` returns."""
+        """Call `callback` at each token, finish or failure; there is one at most."""
         self._changed.subscribe(callback)
 
     @property
