@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 
 from tokentape import tracing
@@ -14,6 +15,8 @@ from tokentape_sidecar.call_reader import CallReader
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Engine
 from tokentape_sidecar.interceptors import Context
+from tokentape_sidecar.many_calls import ManyCalls
+from tokentape_sidecar.record import CallRecord
 from tokentape_sidecar.tape_store import TapeStore
 
 # Small enough for a client with gRPC's default limit of 4 MiB, grpcurl among them.
@@ -38,11 +41,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream one call's record as it grows."""
         del context
-        with self._calls.statistics.refusals():
-            tape = self._tapes.writable(request.tape_id) if request.tape_id else None
-            call = replace(convert.call_request_from_proto(request), trace_headers=tracing.headers_of())
-            record = await self._calls.start(call, tape)
-        bind(call_id=record.call_id)
+        record = await self._start(request)
         reader = CallReader(record)
         try:
             while not record.started:
@@ -59,6 +58,23 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise record.error
         finally:
             self._calls.abandon(record)
+
+    async def GenerateMany(
+        self, request_iterator: AsyncIterable[generation_pb2.GenerateManyRequest], context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateManyResponse]:
+        """Stream the records of many calls as they grow."""
+        del context
+        async with aclosing(ManyCalls(self._start, self._calls.abandon).run(request_iterator)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _start(self, request: generation_pb2.GenerateRequest) -> CallRecord:
+        with self._calls.statistics.refusals():
+            tape = self._tapes.writable(request.tape_id) if request.tape_id else None
+            call = replace(convert.call_request_from_proto(request), trace_headers=tracing.headers_of())
+            record = await self._calls.start(call, tape)
+        bind(call_id=record.call_id)
+        return record
 
     async def Abort(self, request: generation_pb2.AbortRequest, context: Context) -> generation_pb2.AbortResponse:
         """End a call at the engine."""

@@ -31,16 +31,17 @@ def rewrap(
 ) -> Handler:
     """Return `handler` with its method replaced by what `unary` makes of it, or `stream` if it answers by a stream.
 
-    Without `decodes`, the new method gets the request's bytes.
+    A method that takes a stream of requests answers by one. Without `decodes`, the new method gets requests' bytes.
     """
-    wrap, make = (
-        (stream, grpc.unary_stream_rpc_method_handler)
-        if handler.response_streaming
-        else (unary, grpc.unary_unary_rpc_method_handler)
-    )
+    if handler.request_streaming and handler.response_streaming:
+        wrap, make, method = stream, grpc.stream_stream_rpc_method_handler, handler.stream_stream
+    elif handler.response_streaming:
+        wrap, make, method = stream, grpc.unary_stream_rpc_method_handler, handler.unary_stream
+    else:
+        wrap, make, method = unary, grpc.unary_unary_rpc_method_handler, handler.unary_unary
     return make(
         # grpc's stubs describe the methods of synchronous servers here.
-        wrap(cast("Any", handler.unary_stream or handler.unary_unary)),
+        wrap(cast("Any", method)),
         request_deserializer=handler.request_deserializer if decodes else None,
         response_serializer=handler.response_serializer,
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -47,18 +46,26 @@ Decode: TypeAlias = Callable[[bytes], object]
 """Makes a message of its bytes, or raises `DecodeError`."""
 
 
-async def answer_error(error: BaseException, context: Context) -> NoReturn:
-    """End the call with the status that `error` means; an unexpected one is logged in full and sent generic."""
-    if isinstance(error, asyncio.CancelledError | GeneratorExit | grpc.aio.AbortError):
-        # The client has gone, and nobody is left to answer; or it has its answer.
-        raise error
+Status: TypeAlias = tuple[grpc.StatusCode, str]
+"""How a call ended, and in what words."""
+
+
+def status_of(error: Exception) -> Status:
+    """Return the status that `error` means; an unexpected one is logged in full and sent generic."""
     if isinstance(error, errors.TokentapeError):
         status = STATUS_OF.get(type(error), grpc.StatusCode.INTERNAL)
-        # Other characters than ASCII would take up to twelve bytes there.
-        message = str(error).encode("ascii", "backslashreplace").decode()
-        await context.abort(status, message[:_MAX_MESSAGE_CHARACTERS])
+        # Other characters than ASCII would take up to twelve bytes in a header.
+        return status, str(error).encode("ascii", "backslashreplace").decode()[:_MAX_MESSAGE_CHARACTERS]
     logger.error("a call failed unexpectedly", exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, "internal error; the sidecar's log has the details")
+    return grpc.StatusCode.INTERNAL, "internal error; the sidecar's log has the details"
+
+
+async def answer_error(error: BaseException, context: Context) -> NoReturn:
+    """End the call with the status that `error` means (see `status_of`)."""
+    if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+        # The client has gone, and nobody is left to answer; or it has its answer.
+        raise error
+    await context.abort(*status_of(error))
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -75,9 +82,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return rewrap(
             handler,
             unary=lambda method: _answering_unary(method, decode),
-            stream=lambda method: _answering_stream(method, decode),
+            stream=lambda method: _answering_stream(method, _decoder(handler, decode)),
             decodes=False,
         )
+
+
+def _decoder(handler: Handler, decode: Decode) -> Callable[[Any], object]:
+    """Return what decodes that which the handler's method takes: a request, or a stream of them."""
+    if not handler.request_streaming:
+        return lambda request: _decoded(request, decode)
+    return lambda requests: _decoded_each(requests, decode)
+
+
+async def _decoded_each(requests: AsyncIterable[bytes], decode: Decode) -> AsyncIterator[object]:
+    async for request in requests:
+        yield _decoded(request, decode)
 
 
 def _decoded(request: bytes, decode: Decode) -> object:
@@ -101,12 +120,12 @@ def _answering_unary(method: Callable[[Any, Context], Awaitable[Any]], decode: D
 
 
 def _answering_stream(
-    method: Callable[[Any, Context], AsyncGenerator[Any, None]], decode: Decode
+    method: Callable[[Any, Context], AsyncGenerator[Any, None]], decoded: Callable[[Any], object]
 ) -> Callable[..., Any]:
-    async def answer(request: bytes, context: Context) -> AsyncIterator[object]:
+    async def answer(request: Any, context: Context) -> AsyncIterator[object]:
         try:
             # Closing ends the servicer's own `finally` now, not when the garbage collector comes by.
-            async with aclosing(method(_decoded(request, decode), context)) as responses:
+            async with aclosing(method(decoded(request), context)) as responses:
                 async for response in responses:
                     yield response
         except BaseException as error:  # noqa: BLE001 - answer_error re-raises what is not an answer

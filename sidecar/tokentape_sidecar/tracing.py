@@ -1,4 +1,4 @@
-"""The sidecar's part of a trace: a span for every call of tokentape's services.
+"""The sidecar's part of a trace: a span for every call of tokentape's services, those of a `GenerateMany` included.
 
 It continues the client's trace, whose request id and trace are on the log's lines too. Without a tracer provider in the
 process nothing is made, and handlers are left as they are.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
@@ -26,6 +26,27 @@ _NOT_THE_CLIENTS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILA
 """Statuses that are not the client's fault, and so are errors of a server's span."""
 
 
+GENERATE_MANY = "tokentape.v1.GenerationService/GenerateMany"
+"""The method whose streams have no span, but each of their calls has."""
+
+
+def begin_call(method: str, headers: Mapping[str, str]) -> Span:
+    """Begin the span of a call of `method`, and work below it, and for the request that `headers` name, from now on."""
+    if _REQUEST_ID.fullmatch(request_id := headers.get(REQUEST_ID_HEADER, "")):
+        bind(request_id=request_id)
+    span = tracing.begin(method, SpanKind.SERVER, headers)
+    tracing.enter(span)
+    service, _, name = method.partition("/")
+    span.set_attributes({"rpc.system": "grpc", "rpc.service": service, "rpc.method": name})
+    return span
+
+
+def end_call(span: Span, code: grpc.StatusCode) -> None:
+    """End the span of a call that ended with `code`."""
+    span.set_attribute("rpc.grpc.status_code", cast("int", code.value[0]))
+    tracing.end(span, code.name if code in _NOT_THE_CLIENTS else "")
+
+
 class TracingInterceptor(grpc.aio.ServerInterceptor):
     """Makes the spans."""
 
@@ -33,19 +54,14 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         """Return the method's handler within a span (see `grpc.aio.ServerInterceptor`)."""
-        method = handler_call_details.method
-        if not method.startswith(OUR_METHODS):
+        method = handler_call_details.method.removeprefix("/")
+        if not handler_call_details.method.startswith(OUR_METHODS) or method == GENERATE_MANY:
             return await continuation(handler_call_details)
         headers = {key: value for key, value in metadata_of(handler_call_details) if isinstance(value, str)}
-        if _REQUEST_ID.fullmatch(request_id := headers.get(REQUEST_ID_HEADER, "")):
-            bind(request_id=request_id)
-        span = tracing.begin(method.removeprefix("/"), SpanKind.SERVER, headers)
-        tracing.enter(span)
+        span = begin_call(method, headers)
         handler = await continuation(handler_call_details)
         if handler is None or not span.is_recording():
             return handler
-        service, _, name = method.removeprefix("/").partition("/")
-        span.set_attributes({"rpc.system": "grpc", "rpc.service": service, "rpc.method": name})
         return rewrap(handler, unary=lambda it: _in_span(it, span), stream=lambda it: _in_span_streaming(it, span))
 
 
@@ -77,9 +93,7 @@ def _ending(span: Span, context: Context) -> Generator[None]:
         left = True
         raise
     finally:
-        code = _left(context) if left else _CODES[cast("int", context.code() or 0)]
-        span.set_attribute("rpc.grpc.status_code", cast("int", code.value[0]))
-        tracing.end(span, code.name if code in _NOT_THE_CLIENTS else "")
+        end_call(span, _left(context) if left else _CODES[cast("int", context.code() or 0)])
 
 
 def _left(context: Context) -> grpc.StatusCode:
