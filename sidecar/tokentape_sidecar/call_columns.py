@@ -69,9 +69,11 @@ def new_of(cursors: Iterable[Cursor]) -> Iterator[GenerateManyResponse]:
     # Calls of one k after the other: each change of it takes another message.
     for cursor in sorted(cursors, key=_top_k):
         record = cursor.record
-        if cursor.has_ended or not record.started:
+        if cursor.has_ended:
             continue
         if not cursor.has_started:
+            if not record.started:
+                continue
             cursor.has_started = True
             columns.add_started(cursor)
         for index, choice in enumerate(record.choices):
@@ -129,9 +131,29 @@ class _Columns:
 
     def add_new(self, cursor: Cursor, index: int, choice: ChoiceRecord) -> None:
         """Add what is new of a choice."""
-        start = cursor.positions[index]
+        k, start = cursor.top_k, cursor.positions[index]
+        if (
+            k == self._k == 0
+            and len(choice.token_ids) == start + 1
+            and choice.weights[-1].version == self._version
+            and len(self._token_ids) < CallReader.MAX_VALUES
+        ):
+            # One more token of the same weights is almost all that steps bring, so here is no slice and no other call.
+            self._keys.append(cursor.key)
+            self._choices.append(index)
+            self._counts.append(1)
+            self._token_ids.append(choice.token_ids[start])
+            self._logprobs.append(choice.logprobs[start])
+            cursor.positions[index] = start + 1
+        elif len(choice.token_ids) > start:
+            self._add_all(cursor, index, choice)
+        if choice.completion is not None and cursor.close(index):
+            completion = convert.completion_to_proto(choice.completion)
+            self._finished.append(GenerateManyResponse.ChoiceFinished(key=cursor.key, completion=completion))
+
+    def _add_all(self, cursor: Cursor, index: int, choice: ChoiceRecord) -> None:
+        k, start = cursor.top_k, cursor.positions[index]
         while (left := len(choice.token_ids) - start) > 0:
-            k = cursor.top_k
             end = start + min(left, CallReader.MAX_VALUES // (1 + k) or 1)
             if k or choice.weight_starts[-1] > start:
                 for run in choice.runs(index, start, end, k):
@@ -140,9 +162,6 @@ class _Columns:
                 self._make_room(choice.weights[-1].version, 0, end - start)
                 self._put(cursor.key, index, choice.token_ids[start:end], choice.logprobs[start:end])
             cursor.positions[index] = start = end
-        if choice.completion is not None and cursor.close(index):
-            completion = convert.completion_to_proto(choice.completion)
-            self._finished.append(GenerateManyResponse.ChoiceFinished(key=cursor.key, completion=completion))
 
     def add_end(self, cursor: Cursor) -> None:
         """Add that a call has ended."""
