@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import grpc
-import grpc.aio
 import pytest
 
 from support.certificates import secret_file
