@@ -1,23 +1,25 @@
 """Who is let in: bearer tokens, for all services of a listener but health, which probes ask without one.
 
-A stream of requests is asked for its token again with each of them: one that stays open for days takes no new call for
-who is not let in any more.
+A stream of calls may stay open for days. Its token is looked at again with each call that it begins
+(`check_still_let_in`): a token that was taken out of the file begins no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from tokentape.secret_file import SecretFile
-from tokentape_sidecar.interceptors import Context, Continuation, Handler, metadata_of, rewrap
+from tokentape_sidecar.errors import Unauthenticated
+from tokentape_sidecar.interceptors import Context, Continuation, Handler, metadata_of
 
 _OPEN_METHODS = "/grpc.health.v1."
 _SCHEME = "bearer"
+_is_still_let_in: ContextVar[Callable[[], bool]] = ContextVar("is_still_let_in", default=lambda: True)
 
 
 class TokenGate(grpc.aio.ServerInterceptor):
@@ -26,7 +28,7 @@ class TokenGate(grpc.aio.ServerInterceptor):
     def __init__(self, tokens: SecretFile, option: str) -> None:
         """Let in who shows one of `tokens`, which were given as `option`."""
         self._tokens = tokens
-        self._option = option
+        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(_refusing(option))
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -36,39 +38,15 @@ class TokenGate(grpc.aio.ServerInterceptor):
             return await continuation(handler_call_details)
         token = _shown_token(handler_call_details)
         if not self._tokens.accept(token):
-            return grpc.stream_stream_rpc_method_handler(self._refuse)
-        handler = await continuation(handler_call_details)
-        if handler is None or not handler.request_streaming:
-            return handler
-        # All that take a stream answer by one.
-        return rewrap(handler, unary=_as_it_is, stream=lambda method: self._asking_again(method, token))
-
-    def _asking_again(self, method: Callable[[Any, Context], AsyncGenerator[Any]], token: bytes) -> Callable[..., Any]:
-        async def accepted(requests: AsyncIterable[Any], context: Context) -> AsyncIterator[Any]:
-            async for request in requests:
-                if not self._tokens.accept(token):
-                    await self._abort(context)
-                yield request
-
-        async def answer(requests: AsyncIterable[Any], context: Context) -> AsyncIterator[Any]:
-            async with aclosing(method(accepted(requests, context), context)) as responses:
-                async for response in responses:
-                    yield response
-
-        return answer
-
-    async def _refuse(self, _requests: object, context: Context) -> None:
-        await self._abort(context)
-
-    async def _abort(self, context: Context) -> NoReturn:
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED,
-            f"no token, or a wrong one: send the metadata authorization: Bearer TOKEN, with one of {self._option}",
-        )
+            return self._refusal
+        _is_still_let_in.set(lambda: self._tokens.accept(token))
+        return await continuation(handler_call_details)
 
 
-def _as_it_is(method: Any) -> Any:
-    return method
+def check_still_let_in() -> None:
+    """Raise `Unauthenticated` where the token that the gRPC call which is served has shown is no longer one."""
+    if not _is_still_let_in.get()():
+        raise Unauthenticated("the token that this stream was opened with is no longer one: open another")
 
 
 def _shown_token(details: grpc.HandlerCallDetails) -> bytes:
@@ -78,3 +56,14 @@ def _shown_token(details: grpc.HandlerCallDetails) -> bytes:
         return b""
     scheme, _, token = str(shown[0]).partition(" ")
     return token.strip().encode(errors="replace") if scheme.lower() == _SCHEME else b""
+
+
+def _refusing(option: str) -> Any:
+    async def refuse(_requests: object, context: Context) -> AsyncIterator[Any]:
+        await context.abort(
+            grpc.StatusCode.UNAUTHENTICATED,
+            f"no token, or a wrong one: send the metadata authorization: Bearer TOKEN, with one of {option}",
+        )
+        yield
+
+    return refuse

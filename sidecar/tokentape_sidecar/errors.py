@@ -35,6 +35,10 @@ class AlreadyExists(TokentapeError):
     """The name that the request wants to give is taken."""
 
 
+class Unauthenticated(TokentapeError):
+    """Who asks is not let in any more."""
+
+
 class PermissionDenied(TokentapeError):
     """The reader token is not the tape's."""
 

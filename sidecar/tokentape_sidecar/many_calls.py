@@ -19,6 +19,7 @@ import grpc
 from opentelemetry.trace import Span
 
 from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse, GenerateRequest
+from tokentape_sidecar.auth import check_still_let_in
 from tokentape_sidecar.call_columns import Cursor, end_of, new_of, outcome_of
 from tokentape_sidecar.errors import InvalidArgument
 from tokentape_sidecar.record import CallRecord
@@ -108,6 +109,7 @@ class ManyCalls:
     async def _begin(self, call: _Call, begin: GenerateManyRequest.Begin) -> None:
         call.span = begin_call(GENERATE_MANY, begin.metadata)
         try:
+            check_still_let_in()
             if (seconds := _timeout_of(begin)) is not None:
                 call.timer = asyncio.get_running_loop().call_later(seconds, self._stop, call, _LATE)
             record = await self._start(begin.request)

@@ -22,6 +22,7 @@ STATUS_OF: dict[type[errors.TokentapeError], grpc.StatusCode] = {
     errors.SequenceOutOfRange: grpc.StatusCode.OUT_OF_RANGE,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.TapeSealed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TextUnavailable: grpc.StatusCode.FAILED_PRECONDITION,

@@ -273,7 +273,7 @@ async def test_abort_ends_a_call_with_what_it_has() -> None:
     assert calls.generated[1].finish_reason() == ABORT
 
 
-async def test_a_token_that_is_taken_back_begins_no_more_calls(tmp_path: Path) -> None:
+async def test_a_token_that_is_taken_back_begins_no_more_calls_and_ends_none(tmp_path: Path) -> None:
     engine, tokens_file = ManualEngine(), secret_file(tmp_path / "data", "the-first-token")
     own = secret_file(tmp_path / "own", "the-first-token")
     async with (
@@ -285,9 +285,12 @@ async def test_a_token_that_is_taken_back_begins_no_more_calls(tmp_path: Path) -
         await eventually(lambda: engine.sinks)
         secret_file(tokens_file, "the-second-token")
         stream.send(begin(2))
-        with refused(Status.UNAUTHENTICATED, "no token, or a wrong one"):
-            await stream.ended()
-        await eventually(lambda: not sidecar.running_call_count)
+        await eventually(lambda: 2 in stream.calls.ended)
+        engine.finish(engine.submitted[0].call_id, 5)
+        calls = await stream.rest()
+    code, message = calls.ended[2]
+    assert (code, "open another" in message) == (code_of(Status.UNAUTHENTICATED), True)
+    assert (calls.ended[1], calls.generated[1].token_ids()) == (OK, [5])
     assert len(engine.submitted) == 1
 
 

@@ -87,8 +87,9 @@ class GenerationServiceServicer:
         A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
         which is easier to read.
 
-        The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
-        that a call of the stream still has.
+        A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
+        begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
+        under a key that a call of the stream still has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,8 +50,9 @@ class GenerationServiceStub:
     A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
     which is easier to read.
 
-    The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
-    that a call of the stream still has.
+    A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
+    begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
+    under a key that a call of the stream still has.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
@@ -86,8 +87,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
     which is easier to read.
 
-    The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
-    that a call of the stream still has.
+    A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
+    begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
+    under a key that a call of the stream still has.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
@@ -131,8 +133,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
         which is easier to read.
 
-        The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call under a key
-        that a call of the stream still has.
+        A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
+        begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
+        under a key that a call of the stream still has.
         """
 
     @_abc_1.abstractmethod
