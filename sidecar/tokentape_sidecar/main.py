@@ -45,7 +45,7 @@ async def _make_engine(settings: Settings) -> Engine:
     from tokentape_sidecar.vllm_engine import VllmEngine  # noqa: PLC0415
 
     assert settings.model is not None
-    return await VllmEngine.load(
+    engine = await VllmEngine.load(
         model=settings.model,
         served_model_name=settings.served_model_name,
         logprobs_mode=settings.logprobs_mode,
@@ -53,6 +53,8 @@ async def _make_engine(settings: Settings) -> Engine:
         arguments=settings.vllm_arguments,
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
     )
+    engine.freeze_environment()
+    return engine
 
 
 def _prepare_vllm(settings: Settings) -> None:

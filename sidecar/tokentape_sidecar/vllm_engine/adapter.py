@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import vllm
+from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -126,6 +127,13 @@ class VllmEngine:
         config = engine.vllm_config.lora_config
         check_slots(config.max_loras if config else 0, len(loras))
         return cls(engine, tokenizer_directory=directory, loras=loras, guard=None, path=path)
+
+    def freeze_environment(self) -> None:
+        """Let vLLM read its environment variables no more: it looks one up for every token.
+
+        They are this process's, so this is for one that has no other engine, and will have none.
+        """
+        envs.enable_envs_cache()
 
     @property
     def model(self) -> Model:

@@ -8,7 +8,8 @@ no queue and no task is made. What is used beyond vLLM's public interface, all o
   what `versions` uses;
 - `OutputProcessor`: `request_states`, `external_req_ids`, and what it calls on a state: `track_weight_version`,
   `logprobs_processor.update_from_output`, `make_request_output`, `queue.put`;
-- `LogprobsLists`: the sampled token in column 0, the most probable ones after it.
+- `LogprobsLists`: the sampled token in column 0, the most probable ones after it;
+- what `step_decoder` uses.
 
 `versions` says for which releases this was verified; others take the public path.
 """
@@ -36,6 +37,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
 from tokentape_sidecar.errors import CallError, EngineDead
+from tokentape_sidecar.vllm_engine.step_decoder import StepDecoder
 from tokentape_sidecar.vllm_engine.versions import check_admission
 from tokentape_sidecar.weights import CallWeights, WeightObserver
 
@@ -50,6 +52,12 @@ class DirectPath:
     def __init__(self, engine: AsyncLLM, observer: WeightObserver) -> None:
         self._engine = engine
         self._observer = observer
+        core: object = engine.engine_core
+        self._decoder = (
+            StepDecoder(core.decoder, engine.output_processor.request_states, _ChoiceState)
+            if isinstance(core, AsyncMPClient)
+            else None
+        )
 
     async def submit(
         self, call: EngineCall, prompt: TokensInput, params: SamplingParams, sink: Sink, lora: LoRARequest | None
@@ -116,7 +124,9 @@ class DirectPath:
             await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Do nothing: what runs here is vLLM's own handler."""
+        """Let vLLM decode by itself again; what runs here is its own handler."""
+        if self._decoder is not None:
+            self._decoder.close()
 
     def _register(self, request: EngineCoreRequest, choice: int, call: EngineCall, sink: Sink) -> None:
         processor = self._engine.output_processor
@@ -173,7 +183,8 @@ class _StepLogprobs:
     __slots__ = ("prompt", "rows")
 
     def __init__(self) -> None:
-        self.rows: LogprobsLists | None = None
+        self.rows: LogprobsLists | tuple[int, float] | None = None
+        """A plain tuple is what `StepDecoder` makes of one token."""
         self.prompt: LogprobsTensors | None = None
 
     def update_from_output(self, output: EngineCoreOutput) -> None:
@@ -212,7 +223,8 @@ class _ChoiceState(RequestState):
     ) -> None:
         """Write the step to the record; there is never an output to hand on."""
         try:
-            self._write_prompt()
+            if self._steps.prompt is not None:
+                self._write_prompt(self._steps.prompt)
             if new_token_ids:
                 self._write_tokens(new_token_ids)
         except Exception as error:
@@ -227,20 +239,21 @@ class _ChoiceState(RequestState):
         rows = self._steps.rows
         if rows is None:
             raise CallError("vLLM gave no log-probabilities for sampled tokens")
-        if rows.logprob_token_ids[:, 0].tolist() != token_ids:
+        top: TopLogprobs | None = None
+        if isinstance(rows, LogprobsLists):
+            own = cast("list[int]", rows.logprob_token_ids[:, 0].tolist())
+            logprobs = cast("list[float]", rows.logprobs[:, 0].tolist())
+            top = _top(rows, self._k)
+        else:
+            own, logprobs = [rows[0]], [rows[1]]
+        if own != token_ids:
             raise CallError("vLLM's log-probabilities belong to other tokens than those sampled")
-        self._sink.append(
-            self.request_index,
-            token_ids,
-            rows.logprobs[:, 0].tolist(),
-            weights=self._weights.of_step(self._stamp),
-            top_logprobs=_top(rows, self._k),
-        )
+        weights = self._weights.of_step(self._stamp)
+        self._sink.append(self.request_index, token_ids, logprobs, weights=weights, top_logprobs=top)
 
-    def _write_prompt(self) -> None:
-        prompt = self._steps.prompt
+    def _write_prompt(self, prompt: LogprobsTensors) -> None:
         # Every choice computes the prompt's; the first one's are the call's.
-        if prompt is None or self.request_index > 0:
+        if self.request_index > 0:
             return
         own = cast("list[float]", prompt.logprobs[:, 0].tolist())
         self._sink.take_prompt_logprobs(own, _top(prompt, self._prompt_k))
