@@ -20,7 +20,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bench.grpc_clients import GenerateClient, SmgClient, WholeSmg
+from bench.grpc_clients import GenerateClient, GenerateManyClient, SmgClient, WholeSmg
 from bench.http_clients import (
     ChatClient,
     HttpClient,
@@ -38,6 +38,7 @@ _TCP_INFO_BYTES_RECEIVED = struct.Struct("=128xQ")
 
 CLIENTS: dict[str, Callable[[Load, Any], Client]] = {
     "generate": GenerateClient,
+    "generate-many": GenerateManyClient,
     "completions": HttpClient,
     "completions, whole": WholeCompletions,
     "chat": ChatClient,

@@ -43,6 +43,7 @@ class Row:
 
 
 ROWS = {
+    "generate-many": Row("tokentape-sidecar, `GenerateMany`", "sidecar", "generate-many"),
     "generate": Row("tokentape-sidecar, `Generate`", "sidecar", "generate"),
     "bridge-completions": Row("tokentape-bridge, completions, SSE", "bridge", "completions"),
     "bridge-chat": Row("tokentape-bridge, chat, SSE", "bridge", "chat"),

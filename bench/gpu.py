@@ -6,7 +6,7 @@ The models are dummies (`load_format=dummy`) in the shapes of SmolLM2-135M and L
 prompt tokens and samples 256, each with its log-probability. Rows, each with an engine of its own, one after another:
 
 - in process: `AsyncLLM.generate`, deltas, read in the engine's own process;
-- sidecar: `tokentape-sidecar`, `Generate` read by other processes;
+- sidecar: `tokentape-sidecar`, `GenerateMany` read by other processes, one stream each; then `Generate`;
 - bridge: `tokentape-bridge` in front of the same sidecar, `/v1/completions` as SSE;
 - http: `vllm serve`, `/v1/completions` as SSE;
 - rust: the same with `VLLM_USE_RUST_FRONTEND=1`.
@@ -63,7 +63,8 @@ SHAPES: dict[str, dict[str, int]] = {
 NAMES = {"small": "135M", "large": "8B-shaped"}
 ROWS = {
     "in-process": "in process, `AsyncLLM.generate`, deltas",
-    "sidecar": "tokentape-sidecar, `Generate`",
+    "sidecar": "tokentape-sidecar, `GenerateMany`",
+    "generate": "tokentape-sidecar, `Generate`",
     "bridge": "tokentape-bridge, completions, SSE",
     "http": "vLLM's Python server, completions, SSE",
     "rust": "vLLM's Rust front end, completions, SSE",
@@ -148,8 +149,13 @@ class Results:
 
 
 def rounds(streams: int) -> int:
-    """Return how often each stream asks: enough for a second or two at any number of them."""
-    return {1: 3, 64: 3, 256: 3}.get(streams, 2)
+    """Return how often each stream asks: enough for a second or two, and for a median, at any number of them."""
+    return {1: 40, 64: 3, 256: 3}.get(streams, 2)
+
+
+def tokens_of(streams: int, new_tokens: int) -> int:
+    """Return how many tokens a request samples: of a lone stream's the first is what counts."""
+    return min(new_tokens, 24) if streams == 1 else new_tokens
 
 
 def console(name: str) -> list[str]:
@@ -190,7 +196,7 @@ class Bench:
                 server.address,
                 streams,
                 rounds(streams),
-                new_tokens=self.options.new_tokens,
+                new_tokens=tokens_of(streams, self.options.new_tokens),
                 processes=min(self.options.processes, streams),
             )
             before = server.cpu_seconds()
@@ -227,7 +233,8 @@ class Bench:
         ) as server:
             if "public deltas" in server.log.read_text():
                 raise RuntimeError("the sidecar does not use its direct path here")
-            self.measure("sidecar", server, "generate")
+            self.measure("sidecar", server, "generate-many")
+            self.measure("generate", server, "generate")
             with self.bridge(server) as bridge:
                 self.measure("bridge", bridge, "completions")
 
@@ -302,7 +309,7 @@ async def in_process(directory: str, streams: list[int], options: argparse.Names
         await level(8, 1, 16)
         for count in streams:
             before = time.process_time()
-            readings = await level(count, rounds(count), options.new_tokens)
+            readings = await level(count, rounds(count), tokens_of(count, options.new_tokens))
             cpu = (time.process_time() - before) / readings.tokens * 1e6
             with options.out.open("a") as file:
                 file.write(json.dumps({"streams": count, "cpu_us_per_token": cpu, **readings.figures()}) + "\n")

@@ -41,6 +41,38 @@ class GenerateClient:
         readings.request(sent, arrivals, tokens)
 
 
+class GenerateManyClient:
+    """Our gRPC, all calls of a process on one stream."""
+
+    def __init__(self, load: Load, calls: Any) -> None:
+        self._load = load
+        self._calls = calls
+
+    @staticmethod
+    def shared(load: Load) -> Any:
+        from tokentape.channel import dial  # noqa: PLC0415
+        from tokentape.many_calls import ManyCalls  # noqa: PLC0415
+
+        return ManyCalls(dial(load.address))
+
+    async def request(self, prompt: list[int], readings: Readings) -> None:
+        from tokentape.v1 import generation_pb2, types_pb2  # noqa: PLC0415
+
+        sampling = types_pb2.SamplingParameters(max_tokens=self._load.new_tokens, ignore_eos=True, temperature=1.0)
+        sent = time.monotonic()
+        call = self._calls.begin(generation_pb2.GenerateRequest(prompt_token_ids=prompt, sampling=sampling))
+        arrivals: list[float] = []
+        tokens = 0
+        while news := await call.read():
+            count = sum(len(run.logprobs) for run in news if hasattr(run, "logprobs"))
+            if count:
+                arrivals.append(time.monotonic())
+                tokens += count
+        if tokens != self._load.new_tokens:
+            raise RuntimeError(f"GenerateMany: {tokens} tokens of {self._load.new_tokens}")
+        readings.request(sent, arrivals, tokens)
+
+
 class SmgClient:
     """smg-grpc-servicer's gRPC, likewise."""
 

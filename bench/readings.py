@@ -39,6 +39,8 @@ class Readings:
     gaps: list[float] = field(default_factory=list)
     """Between one arrival of tokens and the next of the same request."""
     messages: int = 0
+    rates: list[float] = field(default_factory=list)
+    """Tokens a second of each request, from its first arrival to its last."""
 
     def request(self, sent: float, arrivals: list[float], tokens: int) -> None:
         """Take one request's arrivals."""
@@ -46,6 +48,9 @@ class Readings:
         self.messages += len(arrivals)
         self.first.append(arrivals[0] - sent)
         self.gaps.extend(np.diff(arrivals).tolist())
+        if len(arrivals) > 1:
+            # What came with the first arrival took no time that is known.
+            self.rates.append((tokens - tokens / len(arrivals)) / (arrivals[-1] - arrivals[0]))
 
     def figures(self) -> dict[str, float]:
         """Return the readings as a row of a table has them."""
@@ -60,6 +65,7 @@ class Readings:
             "first_token_ms_p99": float(np.percentile(self.first, 99)) * milliseconds,
             "gap_ms_p50": float(np.percentile(gaps, 50)) * milliseconds,
             "gap_ms_p99": float(np.percentile(gaps, 99)) * milliseconds,
+            "slowest_tokens_per_second": min(self.rates, default=0.0),
             "bytes_per_token": self.bytes_received / self.tokens,
             "tokens_per_message": self.tokens / self.messages,
         }
@@ -75,6 +81,7 @@ class Readings:
             first=[value for part in parts for value in part.first],
             gaps=[value for part in parts for value in part.gaps],
             messages=sum(part.messages for part in parts),
+            rates=[value for part in parts for value in part.rates],
         )
 
 
