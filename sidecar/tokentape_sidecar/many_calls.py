@@ -93,18 +93,14 @@ class ManyCalls:
         self._wake.set()
 
     def _take(self, request: GenerateManyRequest) -> None:
-        call = self._calls.get(request.key)
-        match request.WhichOneof("action"):
-            case "begin" if call is not None:
-                raise InvalidArgument("key", f"the call {request.key} of this stream has not ended")
-            case "begin":
-                self._calls[request.key] = call = _Call(request.key, self)
-                call.starting = asyncio.create_task(self._begin(call, request.begin))
-            case "leave":
-                if call is not None:
-                    self._stop(call, _LEFT)
-            case None:
-                raise InvalidArgument("action", "must be begin or leave")
+        for key in request.leave:
+            if (left := self._calls.get(key)) is not None:
+                self._stop(left, _LEFT)
+        for begin in request.begin:
+            if begin.key in self._calls:
+                raise InvalidArgument("begin.key", f"the call {begin.key} of this stream has not ended")
+            self._calls[begin.key] = call = _Call(begin.key, self)
+            call.starting = asyncio.create_task(self._begin(call, begin))
 
     async def _begin(self, call: _Call, begin: GenerateManyRequest.Begin) -> None:
         call.span = begin_call(GENERATE_MANY, begin.metadata)

@@ -163,23 +163,33 @@ async def test_an_engine_that_dies_ends_all_calls_and_no_stream() -> None:
     assert calls.ended == dict.fromkeys((1, 2), (code_of(Status.UNAVAILABLE), "the engine died"))
 
 
-@pytest.mark.parametrize(
-    ("requests", "words"),
-    [
-        ([begin(3), begin(3)], "key: the call 3 of this stream has not ended"),
-        ([begin(3), generation_pb2.GenerateManyRequest(key=4)], "action: must be begin or leave"),
-    ],
-)
-async def test_a_message_that_makes_no_sense_ends_the_stream_and_its_calls(
-    requests: list[generation_pb2.GenerateManyRequest], words: str
-) -> None:
+async def test_a_key_that_is_in_use_ends_the_stream_and_its_calls() -> None:
     engine = ManualEngine()
     async with sidecar_on(engine) as running:
         stream = Stream(running.client)
-        stream.send(*requests)
-        with refused(Status.INVALID_ARGUMENT, words):
+        stream.send(begin(3), begin(3))
+        with refused(Status.INVALID_ARGUMENT, "begin.key: the call 3 of this stream has not ended"):
             await stream.ended()
         await eventually(lambda: not running.sidecar.running_call_count)
+
+
+async def test_one_message_may_leave_and_begin_many_calls() -> None:
+    engine = ManualEngine()
+    async with sidecar_on(engine) as running:
+        stream = Stream(running.client)
+        many = generation_pb2.GenerateManyRequest()
+        for key in range(100):
+            many.MergeFrom(begin(key, [1 + key]))
+        stream.send(many)
+        await eventually(lambda: len(stream.calls.generated) == 100)
+        assert stream.calls.message_count < 10
+        assert sorted(call.prompt_token_ids[0] for call in engine.submitted) == list(range(1, 101))
+        stream.send(leave(*range(50), 7, 4711))
+        await eventually(lambda: len(engine.sinks) == 50)
+        for call_id in list(engine.sinks):
+            engine.finish(call_id, 5)
+        calls = await stream.rest()
+    assert [calls.ended[key][0] for key in range(100)] == [code_of(Status.CANCELLED)] * 50 + [0] * 50
 
 
 @pytest.mark.parametrize("sampled", [0, 2])
@@ -193,7 +203,7 @@ async def test_leaving_a_call_aborts_it_alone_and_frees_its_key_D03(sampled: int
         first, second = engine.sinks
         for token_id in range(sampled):
             engine.emit(first, token_id)
-        stream.send(leave(1), leave(1), leave(99))
+        stream.send(leave(1), leave(1, 99))
         await eventually(lambda: 1 in stream.calls.ended)
         assert stream.calls.ended[1] == (code_of(Status.CANCELLED), "the client has left this call")
         await eventually(lambda: running.sidecar.running_call_count == 1)

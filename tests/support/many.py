@@ -84,13 +84,13 @@ def begin(
     limit = None if timeout is None else Duration(seconds=int(timeout), nanos=round(timeout % 1 * 1e9))
     given = GenerateRequest(prompt_token_ids=prompt, **request)
     return GenerateManyRequest(
-        key=key, begin=GenerateManyRequest.Begin(request=given, timeout=limit, metadata=metadata)
+        begin=[GenerateManyRequest.Begin(key=key, request=given, timeout=limit, metadata=metadata)]
     )
 
 
-def leave(key: int) -> GenerateManyRequest:
-    """A message that leaves a call."""
-    return GenerateManyRequest(key=key, leave=GenerateManyRequest.Leave())
+def leave(*keys: int) -> GenerateManyRequest:
+    """A message that leaves calls."""
+    return GenerateManyRequest(leave=keys)
 
 
 class Stream:

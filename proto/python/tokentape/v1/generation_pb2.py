@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tokentape.v1 import types_pb2 as tokentape_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtokentape/v1/generation.proto\x12\x0ctokentape.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokentape/v1/types.proto\"\xda\x02\n\x0fGenerateRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x30\n\x06parent\x18\x02 \x01(\x0b\x32\x1b.tokentape.v1.CallReferenceH\x00\x88\x01\x01\x12\x32\n\x08sampling\x18\x03 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0f\n\x07tape_id\x18\x04 \x01(\t\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\t\x12\x1b\n\x13\x63ontext_fingerprint\x18\t \x01(\t\x12-\n\x0bsplit_cause\x18\n \x01(\x0e\x32\x18.tokentape.v1.SplitCause\x12\x15\n\x08priority\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x11\n\tlora_name\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\t\n\x07_parentB\x0b\n\t_priorityJ\x04\x08\x14\x10\x1e\"\x9a\x04\n\x10GenerateResponse\x12\x39\n\x07started\x18\x01 \x01(\x0b\x32&.tokentape.v1.GenerateResponse.StartedH\x00\x12\x35\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32$.tokentape.v1.GenerateResponse.DeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.tokentape.v1.CompletionH\x00\x1a\xb8\x01\n\x07Started\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x04 \x03(\x02\x12;\n\x13prompt_top_logprobs\x18\x05 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x42\x16\n\x14_prompt_top_logprobs\x1a\xa1\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x34\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x16\n\x0eweight_version\x18\x05 \x01(\tB\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\x42\x07\n\x05\x65vent\"\x89\x03\n\x13GenerateManyRequest\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\x38\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\'.tokentape.v1.GenerateManyRequest.BeginH\x00\x12\x38\n\x05leave\x18\x03 \x01(\x0b\x32\'.tokentape.v1.GenerateManyRequest.LeaveH\x00\x1a\xdd\x01\n\x05\x42\x65gin\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.tokentape.v1.GenerateRequest\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12G\n\x08metadata\x18\x03 \x03(\x0b\x32\x35.tokentape.v1.GenerateManyRequest.Begin.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x07\n\x05LeaveB\x08\n\x06\x61\x63tion\"\xf3\x04\n\x14GenerateManyResponse\x12?\n\x07started\x18\x01 \x03(\x0b\x32..tokentape.v1.GenerateManyResponse.CallStarted\x12\x0c\n\x04keys\x18\x02 \x03(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x34\n\x0ctop_logprobs\x18\x08 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x43\n\x08\x66inished\x18\t \x03(\x0b\x32\x31.tokentape.v1.GenerateManyResponse.ChoiceFinished\x12;\n\x05\x65nded\x18\n \x03(\x0b\x32,.tokentape.v1.GenerateManyResponse.CallEnded\x1aS\n\x0b\x43\x61llStarted\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\x37\n\x07started\x18\x02 \x01(\x0b\x32&.tokentape.v1.GenerateResponse.Started\x1aK\n\x0e\x43hoiceFinished\x12\x0b\n\x03key\x18\x01 \x01(\r\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.Completion\x1a\x37\n\tCallEnded\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\tB\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\"\x1f\n\x0c\x41\x62ortRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x11\n\x0fGetModelRequest\"\xdf\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x31\n\rlogprobs_mode\x18\x05 \x01(\x0e\x32\x1a.tokentape.v1.LogprobsMode\x12:\n\x10\x64\x65\x66\x61ult_sampling\x18\x06 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x08 \x01(\t\x12\x16\n\x0eweight_version\x18\t \x01(\t\x12\x14\n\x0csidecar_name\x18\n \x01(\t\x12\x18\n\x10max_top_logprobs\x18\x0b \x01(\r\x12\x12\n\nlora_names\x18\x0c \x03(\t\"\x15\n\x13GetTokenizerRequest\"H\n\x14GetTokenizerResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x32\xa1\x03\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.tokentape.v1.GenerateRequest\x1a\x1e.tokentape.v1.GenerateResponse0\x01\x12Y\n\x0cGenerateMany\x12!.tokentape.v1.GenerateManyRequest\x1a\".tokentape.v1.GenerateManyResponse(\x01\x30\x01\x12@\n\x05\x41\x62ort\x12\x1a.tokentape.v1.AbortRequest\x1a\x1b.tokentape.v1.AbortResponse\x12I\n\x08GetModel\x12\x1d.tokentape.v1.GetModelRequest\x1a\x1e.tokentape.v1.GetModelResponse\x12W\n\x0cGetTokenizer\x12!.tokentape.v1.GetTokenizerRequest\x1a\".tokentape.v1.GetTokenizerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtokentape/v1/generation.proto\x12\x0ctokentape.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokentape/v1/types.proto\"\xda\x02\n\x0fGenerateRequest\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x30\n\x06parent\x18\x02 \x01(\x0b\x32\x1b.tokentape.v1.CallReferenceH\x00\x88\x01\x01\x12\x32\n\x08sampling\x18\x03 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0f\n\x07tape_id\x18\x04 \x01(\t\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\t\x12\x1b\n\x13\x63ontext_fingerprint\x18\t \x01(\t\x12-\n\x0bsplit_cause\x18\n \x01(\x0e\x32\x18.tokentape.v1.SplitCause\x12\x15\n\x08priority\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x11\n\tlora_name\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\t\n\x07_parentB\x0b\n\t_priorityJ\x04\x08\x14\x10\x1e\"\x9a\x04\n\x10GenerateResponse\x12\x39\n\x07started\x18\x01 \x01(\x0b\x32&.tokentape.v1.GenerateResponse.StartedH\x00\x12\x35\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32$.tokentape.v1.GenerateResponse.DeltaH\x00\x12,\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x18.tokentape.v1.CompletionH\x00\x1a\xb8\x01\n\x07Started\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x04 \x03(\x02\x12;\n\x13prompt_top_logprobs\x18\x05 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x42\x16\n\x14_prompt_top_logprobs\x1a\xa1\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x34\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x16\n\x0eweight_version\x18\x05 \x01(\tB\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\x42\x07\n\x05\x65vent\"\xc9\x02\n\x13GenerateManyRequest\x12\x36\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32\'.tokentape.v1.GenerateManyRequest.Begin\x12\r\n\x05leave\x18\x02 \x03(\r\x1a\xea\x01\n\x05\x42\x65gin\x12\x0b\n\x03key\x18\x01 \x01(\r\x12.\n\x07request\x18\x02 \x01(\x0b\x32\x1d.tokentape.v1.GenerateRequest\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12G\n\x08metadata\x18\x04 \x03(\x0b\x32\x35.tokentape.v1.GenerateManyRequest.Begin.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf3\x04\n\x14GenerateManyResponse\x12?\n\x07started\x18\x01 \x03(\x0b\x32..tokentape.v1.GenerateManyResponse.CallStarted\x12\x0c\n\x04keys\x18\x02 \x03(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12\x16\n\x0eweight_version\x18\x07 \x01(\t\x12\x34\n\x0ctop_logprobs\x18\x08 \x01(\x0b\x32\x19.tokentape.v1.TopLogprobsH\x00\x88\x01\x01\x12\x43\n\x08\x66inished\x18\t \x03(\x0b\x32\x31.tokentape.v1.GenerateManyResponse.ChoiceFinished\x12;\n\x05\x65nded\x18\n \x03(\x0b\x32,.tokentape.v1.GenerateManyResponse.CallEnded\x1aS\n\x0b\x43\x61llStarted\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\x37\n\x07started\x18\x02 \x01(\x0b\x32&.tokentape.v1.GenerateResponse.Started\x1aK\n\x0e\x43hoiceFinished\x12\x0b\n\x03key\x18\x01 \x01(\r\x12,\n\ncompletion\x18\x02 \x01(\x0b\x32\x18.tokentape.v1.Completion\x1a\x37\n\tCallEnded\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\tB\x0f\n\r_top_logprobsJ\x04\x08\x14\x10\x1e\"\x1f\n\x0c\x41\x62ortRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\"\x0f\n\rAbortResponse\"\x11\n\x0fGetModelRequest\"\xdf\x02\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x31\n\rlogprobs_mode\x18\x05 \x01(\x0e\x32\x1a.tokentape.v1.LogprobsMode\x12:\n\x10\x64\x65\x66\x61ult_sampling\x18\x06 \x01(\x0b\x32 .tokentape.v1.SamplingParameters\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x08 \x01(\t\x12\x16\n\x0eweight_version\x18\t \x01(\t\x12\x14\n\x0csidecar_name\x18\n \x01(\t\x12\x18\n\x10max_top_logprobs\x18\x0b \x01(\r\x12\x12\n\nlora_names\x18\x0c \x03(\t\"\x15\n\x13GetTokenizerRequest\"H\n\x14GetTokenizerResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c*a\n\x0cLogprobsMode\x12\x1d\n\x19LOGPROBS_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROBS_MODE_RAW\x10\x01\x12\x1b\n\x17LOGPROBS_MODE_PROCESSED\x10\x02\x32\xa1\x03\n\x11GenerationService\x12K\n\x08Generate\x12\x1d.tokentape.v1.GenerateRequest\x1a\x1e.tokentape.v1.GenerateResponse0\x01\x12Y\n\x0cGenerateMany\x12!.tokentape.v1.GenerateManyRequest\x1a\".tokentape.v1.GenerateManyResponse(\x01\x30\x01\x12@\n\x05\x41\x62ort\x12\x1a.tokentape.v1.AbortRequest\x1a\x1b.tokentape.v1.AbortResponse\x12I\n\x08GetModel\x12\x1d.tokentape.v1.GetModelRequest\x1a\x1e.tokentape.v1.GetModelResponse\x12W\n\x0cGetTokenizer\x12!.tokentape.v1.GetTokenizerRequest\x1a\".tokentape.v1.GetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEMANYREQUEST_BEGIN_METADATAENTRY']._loaded_options = None
   _globals['_GENERATEMANYREQUEST_BEGIN_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_LOGPROBSMODE']._serialized_start=2541
-  _globals['_LOGPROBSMODE']._serialized_end=2638
+  _globals['_LOGPROBSMODE']._serialized_start=2477
+  _globals['_LOGPROBSMODE']._serialized_end=2574
   _globals['_GENERATEREQUEST']._serialized_start=106
   _globals['_GENERATEREQUEST']._serialized_end=452
   _globals['_GENERATERESPONSE']._serialized_start=455
@@ -46,33 +46,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATERESPONSE_DELTA']._serialized_start=823
   _globals['_GENERATERESPONSE_DELTA']._serialized_end=984
   _globals['_GENERATEMANYREQUEST']._serialized_start=996
-  _globals['_GENERATEMANYREQUEST']._serialized_end=1389
-  _globals['_GENERATEMANYREQUEST_BEGIN']._serialized_start=1149
-  _globals['_GENERATEMANYREQUEST_BEGIN']._serialized_end=1370
-  _globals['_GENERATEMANYREQUEST_BEGIN_METADATAENTRY']._serialized_start=1323
-  _globals['_GENERATEMANYREQUEST_BEGIN_METADATAENTRY']._serialized_end=1370
-  _globals['_GENERATEMANYREQUEST_LEAVE']._serialized_start=1372
-  _globals['_GENERATEMANYREQUEST_LEAVE']._serialized_end=1379
-  _globals['_GENERATEMANYRESPONSE']._serialized_start=1392
-  _globals['_GENERATEMANYRESPONSE']._serialized_end=2019
-  _globals['_GENERATEMANYRESPONSE_CALLSTARTED']._serialized_start=1779
-  _globals['_GENERATEMANYRESPONSE_CALLSTARTED']._serialized_end=1862
-  _globals['_GENERATEMANYRESPONSE_CHOICEFINISHED']._serialized_start=1864
-  _globals['_GENERATEMANYRESPONSE_CHOICEFINISHED']._serialized_end=1939
-  _globals['_GENERATEMANYRESPONSE_CALLENDED']._serialized_start=1941
-  _globals['_GENERATEMANYRESPONSE_CALLENDED']._serialized_end=1996
-  _globals['_ABORTREQUEST']._serialized_start=2021
-  _globals['_ABORTREQUEST']._serialized_end=2052
-  _globals['_ABORTRESPONSE']._serialized_start=2054
-  _globals['_ABORTRESPONSE']._serialized_end=2069
-  _globals['_GETMODELREQUEST']._serialized_start=2071
-  _globals['_GETMODELREQUEST']._serialized_end=2088
-  _globals['_GETMODELRESPONSE']._serialized_start=2091
-  _globals['_GETMODELRESPONSE']._serialized_end=2442
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=2444
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=2465
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2467
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2539
-  _globals['_GENERATIONSERVICE']._serialized_start=2641
-  _globals['_GENERATIONSERVICE']._serialized_end=3058
+  _globals['_GENERATEMANYREQUEST']._serialized_end=1325
+  _globals['_GENERATEMANYREQUEST_BEGIN']._serialized_start=1091
+  _globals['_GENERATEMANYREQUEST_BEGIN']._serialized_end=1325
+  _globals['_GENERATEMANYREQUEST_BEGIN_METADATAENTRY']._serialized_start=1278
+  _globals['_GENERATEMANYREQUEST_BEGIN_METADATAENTRY']._serialized_end=1325
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=1328
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=1955
+  _globals['_GENERATEMANYRESPONSE_CALLSTARTED']._serialized_start=1715
+  _globals['_GENERATEMANYRESPONSE_CALLSTARTED']._serialized_end=1798
+  _globals['_GENERATEMANYRESPONSE_CHOICEFINISHED']._serialized_start=1800
+  _globals['_GENERATEMANYRESPONSE_CHOICEFINISHED']._serialized_end=1875
+  _globals['_GENERATEMANYRESPONSE_CALLENDED']._serialized_start=1877
+  _globals['_GENERATEMANYRESPONSE_CALLENDED']._serialized_end=1932
+  _globals['_ABORTREQUEST']._serialized_start=1957
+  _globals['_ABORTREQUEST']._serialized_end=1988
+  _globals['_ABORTRESPONSE']._serialized_start=1990
+  _globals['_ABORTRESPONSE']._serialized_end=2005
+  _globals['_GETMODELREQUEST']._serialized_start=2007
+  _globals['_GETMODELREQUEST']._serialized_end=2024
+  _globals['_GETMODELRESPONSE']._serialized_start=2027
+  _globals['_GETMODELRESPONSE']._serialized_end=2378
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2380
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2401
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2403
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2475
+  _globals['_GENERATIONSERVICE']._serialized_start=2577
+  _globals['_GENERATIONSERVICE']._serialized_end=2994
 # @@protoc_insertion_point(module_scope)

@@ -248,7 +248,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateManyRequest(_message.Message):
-    """GenerateManyRequest begins a call, or leaves one."""
+    """GenerateManyRequest leaves calls, and begins others; any number of each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -278,9 +278,12 @@ class GenerateManyRequest(_message.Message):
             def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
             def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+        KEY_FIELD_NUMBER: _builtins.int
         REQUEST_FIELD_NUMBER: _builtins.int
         TIMEOUT_FIELD_NUMBER: _builtins.int
         METADATA_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        """Names the call on this stream; the client's choice, and free again when the call has ended."""
         @_builtins.property
         def request(self) -> Global___GenerateRequest:
             """As for Generate."""
@@ -296,60 +299,40 @@ class GenerateManyRequest(_message.Message):
         def __init__(
             self,
             *,
+            key: _builtins.int = ...,
             request: Global___GenerateRequest | None = ...,
             timeout: _duration_pb2.Duration | None = ...,
             metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "timeout", b"timeout"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "metadata", b"metadata", "request", b"request", "timeout", b"timeout"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    @_typing.final
-    class Leave(_message.Message):
-        """Leave is empty."""
-
-        DESCRIPTOR: _descriptor.Descriptor
-
-        def __init__(
-            self,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    KEY_FIELD_NUMBER: _builtins.int
     BEGIN_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
-    key: _builtins.int
-    """Names the call on this stream; the client's choice, and free again when the call has ended."""
     @_builtins.property
-    def begin(self) -> Global___GenerateManyRequest.Begin:
-        """Begin the call."""
+    def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateManyRequest.Begin]:
+        """The calls to begin."""
 
     @_builtins.property
-    def leave(self) -> Global___GenerateManyRequest.Leave:
-        """Leave the call: the engine's work is aborted, and nothing more is said of it but that it ended, as CANCELLED. A call
-        that has ended, or was never begun, is left alone.
+    def leave(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The keys of calls to leave, before others begin: the engine's work is aborted, and nothing more is said of such a call
+        but that it ended, as CANCELLED. One that has ended, or was never begun, is left alone.
         """
 
     def __init__(
         self,
         *,
-        key: _builtins.int = ...,
-        begin: Global___GenerateManyRequest.Begin | None = ...,
-        leave: Global___GenerateManyRequest.Leave | None = ...,
+        begin: _abc.Iterable[Global___GenerateManyRequest.Begin] | None = ...,
+        leave: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "begin", b"begin", "leave", b"leave"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "begin", b"begin", "key", b"key", "leave", b"leave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "leave", b"leave"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_action: _TypeAlias = _typing.Literal["begin", "leave"]  # noqa: Y015
-    _WhichOneofArgType_action: _TypeAlias = _typing.Literal["action", b"action"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_action) -> _WhichOneofReturnType_action | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateManyRequest: _TypeAlias = GenerateManyRequest  # noqa: Y015
 

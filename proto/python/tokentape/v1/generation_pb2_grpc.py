@@ -88,8 +88,8 @@ class GenerationServiceServicer:
         which is easier to read.
 
         A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
-        begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
-        under a key that a call of the stream still has.
+        begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of
+        the stream still has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

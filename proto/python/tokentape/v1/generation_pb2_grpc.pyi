@@ -51,8 +51,8 @@ class GenerationServiceStub:
     which is easier to read.
 
     A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
-    begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
-    under a key that a call of the stream still has.
+    begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of
+    the stream still has.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
@@ -88,8 +88,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     which is easier to read.
 
     A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
-    begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
-    under a key that a call of the stream still has.
+    begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of
+    the stream still has.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends a call at the engine; its stream then finishes with FINISH_REASON_ABORT and all that was sampled.
@@ -134,8 +134,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         which is easier to read.
 
         A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
-        begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a message does nothing, or begins a call
-        under a key that a call of the stream still has.
+        begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of
+        the stream still has.
         """
 
     @_abc_1.abstractmethod
