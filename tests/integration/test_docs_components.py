@@ -24,11 +24,12 @@ def test_the_bridge_and_the_contract(checkout: Path, reader: Reader) -> None:
     contract = checkout / "proto" / "README.md"
     calls = blocks(contract, "Look at one", "sh")
     assert len(assert_same_calls(*calls)) == 2
-    (client,) = blocks(contract, "From Python", "python")
-    output = reader.paste(start, *told_with("buf", calls), f"python - <<'EOT'\n{client}EOT", seconds=100)
+    clients = [f"python - <<'EOT'\n{client}EOT" for client in blocks(contract, "From Python", "python")]
+    output = reader.paste(start, *told_with("buf", calls), *clients, seconds=100)
 
     assert '"content":"2 + 3 = 5"' in output
     assert re.search(r'"token_ids":\[[\d,]+,2\]', output)
     assert "tokentape.v1.TapeService/WatchTape" in output
     assert '"tokenIds"' in output
     assert "finish_reason: FINISH_REASON_STOP" in output
+    assert len(re.findall(r"^\[\d+(?:, \d+)*\] \[-\d", output, re.MULTILINE)) == 6
