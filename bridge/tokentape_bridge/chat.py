@@ -54,7 +54,7 @@ async def prepare(pool: SidecarPool, request: ChatCompletionRequest, tape_id: st
 async def complete_chat(pool: SidecarPool, request: ChatCompletionRequest, tape_id: str) -> Json:
     """Return the whole answer to `request`, sampled and recorded on the tape. Raises what `prepare` does."""
     async with prepare(pool, request, tape_id) as chat:
-        call = await collect(chat.sidecar.generate(chat.call), request.n or 1)
+        call = await collect(chat.sidecar.generate(chat.call, at_end=True), request.n or 1)
     return await asyncio.to_thread(
         chat_completion,
         request,

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
+from tokentape_bridge.answer_stream import AnswerStream
 from tokentape_bridge.chat import Chat, prepare
 from tokentape_bridge.chat_chunks import ChatChunks
 from tokentape_bridge.choice_stream import LONG_DELTA, ChoiceDelta, read_deltas
@@ -40,17 +41,20 @@ async def running(pool: SidecarPool, request: ChatCompletionRequest, tape_id: st
     """
     async with prepare(pool, request, tape_id) as chat, aclosing(chat.sidecar.generate(chat.call)) as events:
         started = await read_started(events)
-        model, conversation = chat.served.chat, chat.conversation
-        streams = await asyncio.to_thread(
-            model.answer_streams,
-            conversation,
-            request.n or 1,
-            with_tools=request.tool_choice != "none",
-            options=text_options(request),
-        )
-        told = await asyncio.to_thread(extension, tape_id, started.call_id, chat.prompt, conversation, model.tokenizer)
+        streams, told = await asyncio.to_thread(_beginning, chat, request, tape_id, started.call_id)
         async with aclosing(read_deltas(events, streams)) as deltas:
             yield RunningChat(chat, started.call_id, started.prompt_token_count, told, deltas)
+
+
+def _beginning(
+    chat: Chat, request: ChatCompletionRequest, tape_id: str, call_id: str
+) -> tuple[list[AnswerStream], Json]:
+    """Return what reads the choices, and what the answer says of its place. CPU work, of the size of the messages."""
+    model, conversation = chat.served.chat, chat.conversation
+    streams = model.answer_streams(
+        conversation, request.n or 1, with_tools=request.tool_choice != "none", options=text_options(request)
+    )
+    return streams, extension(tape_id, call_id, chat.prompt, conversation, model.tokenizer)
 
 
 class ChatStream(FrameStream[ChatCompletionRequest]):
@@ -74,8 +78,7 @@ async def _frames(request: ChatCompletionRequest, running_chat: RunningChat) -> 
     )
     prompt_token_ids = chat.prompt.whole if request.wants_token_ids else None
     opening = chunks.opening(running_chat.extension, prompt_token_ids)
-    # The prompt's ids are in it.
-    yield await asyncio.to_thread(lambda: b"".join(map(data_frame, opening)))
+    yield b"".join(map(data_frame, opening))
     async for added in running_chat.deltas:
         if len(added.token_ids) < LONG_DELTA:
             frame = _frame(chunks, added)

@@ -12,26 +12,34 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from tokentape.choice_columns import TokenRun
 from tokentape.v1.generation_pb2 import GenerateResponse
 from tokentape.v1.types_pb2 import Completion as FinishedEvent
 from tokentape_bridge.answer_parser import Content, Part, Reasoning
 from tokentape_bridge.answer_stream import AnswerStream
-from tokentape_bridge.completion import Choice, StreamError
+from tokentape_bridge.completion import CallEvent, StreamError, by_position
 from tokentape_bridge.tool_calls import ToolCall
 
 LONG_DELTA = 256
 """From how many tokens on work on a delta is done in a thread: others would wait a millisecond for it."""
 
 
-@dataclass(frozen=True, slots=True)
+_LONG_COMPLETION = 2 * LONG_DELTA
+"""The same, for the end of a completion of so many tokens: its text is all that is made."""
+
+
+@dataclass(slots=True)
 class ChoiceDelta:
-    """What one event adds to a choice. `token_ids`, `logprobs` and `top_logprobs` run in parallel."""
+    """What one event adds to a choice. `token_ids`, `logprobs` and `top_logprobs` run in parallel.
+
+    Not frozen: there is one for each event of each stream, and a frozen one takes three times as long to make.
+    """
 
     index: int
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
-    top_logprobs: Sequence[list[tuple[int, float]]] = ()
-    """Per token the most probable ones as (id, log-probability), best first; empty lists when none were asked for."""
+    top_logprobs: Sequence[Sequence[tuple[int, float]]] = ()
+    """Per token the most probable ones as (id, log-probability), best first; empty when none were asked for."""
     parts: Sequence[Part] = field(default_factory=tuple[Part, ...])
     """In the order in which they stand in the answer. Those of one kind are to be joined."""
     finished: FinishedEvent | None = None
@@ -55,7 +63,7 @@ class ChoiceDelta:
 
 
 async def read_deltas(
-    events: AsyncGenerator[GenerateResponse], streams: Sequence[AnswerStream]
+    events: AsyncGenerator[CallEvent], streams: Sequence[AnswerStream]
 ) -> AsyncGenerator[ChoiceDelta]:
     """Yield what the `events` after the first add to the choices, of which `streams` has one each.
 
@@ -78,34 +86,37 @@ class _Reader:
         self._count = 0
         self.has_ended = False
 
-    async def add(self, delta: GenerateResponse.Delta) -> ChoiceDelta:
-        new = Choice()
-        new.add(delta)
-        self._check(is_right=not self.has_ended, event=delta)
-        self._count += len(new.token_ids)
-        if len(new.token_ids) < LONG_DELTA:
-            parts = self._stream.push(new.token_ids)
+    async def add(self, run: TokenRun) -> ChoiceDelta:
+        token_ids, logprobs = list(run.token_ids), list(run.logprobs)
+        count = len(token_ids)
+        if self.has_ended or len(logprobs) != count:
+            raise self._error(run)
+        self._count += count
+        if count < LONG_DELTA:
+            parts = self._stream.push(token_ids)
         else:
-            parts = await asyncio.to_thread(self._stream.push, new.token_ids)
-        return ChoiceDelta(self._index, new.token_ids, new.logprobs, new.top_logprobs, parts)
+            parts = await asyncio.to_thread(self._stream.push, token_ids)
+        return ChoiceDelta(self._index, token_ids, logprobs, by_position(run.top, count), parts)
 
     async def finish(self, event: FinishedEvent) -> ChoiceDelta:
-        self._check(is_right=not self.has_ended and event.token_count == self._count, event=event)
+        if self.has_ended or event.token_count != self._count:
+            raise self._error(event)
         self.has_ended = True
         # It reads the whole completion.
-        parts = await asyncio.to_thread(self._stream.finish, event)
+        if self._count < _LONG_COMPLETION:
+            parts = self._stream.finish(event)
+        else:
+            parts = await asyncio.to_thread(self._stream.finish, event)
         return ChoiceDelta(self._index, parts=parts, finished=event)
 
-    def _check(self, *, is_right: bool, event: object) -> None:
-        if not is_right:
-            raise StreamError(f"a choice of {self._count} tokens, ended={self.has_ended}, got {event}")
+    def _error(self, event: object) -> StreamError:
+        return StreamError(f"a choice of {self._count} tokens, ended={self.has_ended}, got {event}")
 
 
-async def _read(choices: Sequence[_Reader], event: GenerateResponse) -> ChoiceDelta:
-    kind = event.WhichOneof("event")
-    if kind not in ("delta", "finished"):
-        raise StreamError(f"an event {kind!r} after a call's first one")
-    index = event.delta.choice if kind == "delta" else event.finished.choice
-    if index >= len(choices):
-        raise StreamError(f"an event of choice {index}, where {len(choices)} were asked for")
-    return await (choices[index].add(event.delta) if kind == "delta" else choices[index].finish(event.finished))
+async def _read(choices: Sequence[_Reader], event: CallEvent) -> ChoiceDelta:
+    if isinstance(event, GenerateResponse.Started):
+        raise StreamError("a call began twice")
+    if event.choice >= len(choices):
+        raise StreamError(f"an event of choice {event.choice}, where {len(choices)} were asked for")
+    reader = choices[event.choice]
+    return await (reader.add(event) if isinstance(event, TokenRun) else reader.finish(event))

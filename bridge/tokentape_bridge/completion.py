@@ -6,13 +6,18 @@ A stream that breaks one is an error of the call, never a shorter answer.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from tokentape.choice_columns import TokenRun, Top
 from tokentape.v1.generation_pb2 import GenerateResponse
 from tokentape.v1.types_pb2 import Completion as FinishedEvent
 from tokentape.v1.types_pb2 import TopLogprobs
+
+CallEvent: TypeAlias = GenerateResponse.Started | TokenRun | FinishedEvent
+"""One event of a call: it was accepted, tokens were sampled, a choice ended."""
 
 
 class StreamError(Exception):
@@ -25,18 +30,18 @@ class Choice:
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
-    """Per token the most probable ones as (id, log-probability), best first; empty lists when none were asked for."""
+    top_logprobs: list[Sequence[tuple[int, float]]] = field(default_factory=list[Sequence[tuple[int, float]]])
+    """Per token the most probable ones as (id, log-probability), best first; empty when none were asked for."""
     finished: FinishedEvent | None = None
 
-    def add(self, delta: GenerateResponse.Delta) -> None:
+    def add(self, run: TokenRun) -> None:
         """Append newly sampled tokens."""
-        count = len(delta.token_ids)
-        if self.finished is not None or len(delta.logprobs) != count:
-            raise StreamError(f"{count} tokens with {len(delta.logprobs)} log-probabilities, finished={self.finished}")
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.top_logprobs.extend(by_position(delta.top_logprobs, count))
+        count = len(run.token_ids)
+        if self.finished is not None or len(run.logprobs) != count:
+            raise StreamError(f"{count} tokens with {len(run.logprobs)} log-probabilities, finished={self.finished}")
+        self.token_ids.extend(run.token_ids)
+        self.logprobs.extend(run.logprobs)
+        self.top_logprobs.extend(by_position(run.top, count))
 
     def finish(self, event: FinishedEvent) -> FinishedEvent:
         """End this choice."""
@@ -57,7 +62,7 @@ class Call:
     """Its first event: where they were asked for, it has the prompt's log-probabilities."""
 
 
-async def collect(events: AsyncGenerator[GenerateResponse], choice_count: int) -> Call:
+async def collect(events: AsyncGenerator[CallEvent], choice_count: int) -> Call:
     """Read a call's `events` to their end, and close them in any case. Raises `StreamError` when a rule is broken."""
     async with aclosing(events):
         started = await read_started(events)
@@ -71,22 +76,21 @@ async def collect(events: AsyncGenerator[GenerateResponse], choice_count: int) -
     return call
 
 
-async def read_started(events: AsyncGenerator[GenerateResponse]) -> GenerateResponse.Started:
+async def read_started(events: AsyncGenerator[CallEvent]) -> GenerateResponse.Started:
     """Return a call's first event, which says that it was accepted. Raises `StreamError` for any other."""
     first = await anext(events, None)
-    if first is None or not first.HasField("started"):
-        raise StreamError(f"a call began with {first.WhichOneof('event') if first else 'its end'}")
-    return first.started
+    if not isinstance(first, GenerateResponse.Started):
+        raise StreamError(f"a call began with {type(first).__name__ if first else 'its end'}")
+    return first
 
 
-def _apply(call: Call, event: GenerateResponse) -> None:
-    match event.WhichOneof("event"):
-        case "delta":
-            _choice(call, event.delta.choice).add(event.delta)
-        case "finished":
-            _choice(call, event.finished.choice).finish(event.finished)
-        case kind:
-            raise StreamError(f"an event {kind!r} after a call's first one")
+def _apply(call: Call, event: CallEvent) -> None:
+    if isinstance(event, TokenRun):
+        _choice(call, event.choice).add(event)
+    elif isinstance(event, FinishedEvent):
+        _choice(call, event.choice).finish(event)
+    else:
+        raise StreamError("a call began twice")
 
 
 def _choice(call: Call, index: int) -> Choice:
@@ -95,10 +99,10 @@ def _choice(call: Call, index: int) -> Choice:
     return call.choices[index]
 
 
-def by_position(top: TopLogprobs, count: int) -> list[list[tuple[int, float]]]:
+def by_position(top: Top | TopLogprobs | None, count: int) -> Sequence[Sequence[tuple[int, float]]]:
     """Return the most probable tokens of each of `count` positions. Raises `StreamError` where they are fewer."""
-    if not top.k:
-        return [[] for _ in range(count)]
+    if top is None or not top.k:
+        return [()] * count
     if len(top.token_ids) != count * top.k or len(top.logprobs) != count * top.k:
         raise StreamError(f"{len(top.token_ids)} most probable tokens for {count} positions of {top.k}")
     pairs = list(zip(top.token_ids, top.logprobs, strict=True))

@@ -48,7 +48,7 @@ async def complete_text(pool: SidecarPool, request: CompletionRequest, tape_id: 
     job = await prepare(pool, request, tape_id)
     count = request.n or 1
     with job.sidecar.occupied():
-        calls = await run_all(collect(job.sidecar.generate(call), count) for call in job.calls)
+        calls = await run_all(collect(job.sidecar.generate(call, at_end=True), count) for call in job.calls)
     return await asyncio.to_thread(
         text_completion,
         request,

@@ -187,8 +187,10 @@ def logprob_entries(request: ChatCompletionRequest, tokens: SampledTokens, token
     as_ids = bool(request.return_tokens_as_token_ids)
     columns = zip(tokens.token_ids, tokens.logprobs, tokens.top_logprobs, strict=True)
     return [
-        _logprob(token_id, logprob, tokenizer, as_id=as_ids)
-        | {"top_logprobs": [_logprob(other, told_logprob(value), tokenizer, as_id=as_ids) for other, value in top]}
+        {
+            **_logprob(token_id, logprob, tokenizer, as_id=as_ids),
+            "top_logprobs": [_logprob(other, told_logprob(value), tokenizer, as_id=as_ids) for other, value in top],
+        }
         for token_id, logprob, top in columns
     ]
 
@@ -202,6 +204,9 @@ def told_logprob(alternative: float) -> float:
 
 
 def _logprob(token_id: int, logprob: float, tokenizer: Tokenizer, *, as_id: bool) -> Json:
-    token_bytes = tokenizer.token_bytes(token_id)
-    token = f"token_id:{token_id}" if as_id else token_bytes.decode(errors="replace")
-    return {"token": token, "logprob": logprob, "bytes": list(token_bytes)}
+    token = tokenizer.shown(token_id)
+    return {
+        "token": f"token_id:{token_id}" if as_id else token.text,
+        "logprob": logprob,
+        "bytes": token.byte_values,
+    }

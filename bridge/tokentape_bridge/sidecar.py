@@ -18,7 +18,8 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from tokentape.access import OPEN, Access
 from tokentape.channel import dial
-from tokentape.v1.generation_pb2 import GenerateRequest, GenerateResponse, GetModelRequest, GetModelResponse
+from tokentape.many_calls import ManyCalls
+from tokentape.v1.generation_pb2 import GenerateRequest, GetModelRequest, GetModelResponse
 from tokentape.v1.generation_pb2_grpc import GenerationServiceStub
 from tokentape.v1.tape_pb2 import FindCallsRequest, FindCallsResponse
 from tokentape.v1.tape_pb2_grpc import TapeServiceStub
@@ -26,6 +27,7 @@ from tokentape_bridge import metrics
 from tokentape_bridge.account import CallMeter
 from tokentape_bridge.archive import ArchiveError
 from tokentape_bridge.chat_model import ChatModel
+from tokentape_bridge.completion import CallEvent
 from tokentape_bridge.deadline import seconds_left, statuses_translated
 from tokentape_bridge.errors import ApiError, not_let_in
 from tokentape_bridge.families import Family, FamilyError
@@ -89,6 +91,7 @@ class Sidecar:
         """Whether it serves, but does not let this bridge in."""
         self._channel = dial(address, access)
         self._generation = GenerationServiceStub(self._channel)
+        self._calls = ManyCalls(self._channel)
         self._tapes = TapeServiceStub(self._channel)
         # grpc_health's own stub has no types.
         formats = HealthCheckRequest.SerializeToString, HealthCheckResponse.FromString
@@ -99,6 +102,7 @@ class Sidecar:
 
     async def close(self) -> None:
         """Close the connection; calls on it end."""
+        await self._calls.close()
         await self._channel.close()
 
     async def run(self) -> None:
@@ -186,21 +190,31 @@ class Sidecar:
         finally:
             self.in_flight -= 1
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateResponse]:
-        """Yield the events of one call. Closing the iterator, or cancelling, aborts the call at the engine."""
+    async def generate(self, request: GenerateRequest, *, at_end: bool = False) -> AsyncGenerator[CallEvent]:
+        """Yield the events of one call. Closing the iterator, or cancelling, aborts the call at the engine.
+
+        `at_end`: none of them before the call has ended, which takes less than following it.
+        """
         model = "" if self.served_now is None else self.served_now.model.name
         with (
             statuses_translated(),
-            call_span("tokentape.v1.GenerationService/Generate", self.name) as metadata,
+            call_span("tokentape.v1.GenerationService/GenerateMany", self.name) as metadata,
             CallMeter(self.name, model, request) as meter,
         ):
-            call = self._generation.Generate(request, timeout=seconds_left(), metadata=metadata)
+            call = self._calls.begin(request, timeout=seconds_left(), metadata=metadata)
             try:
-                async for event in call:
-                    meter.count(event)
-                    yield event
+                if at_end:
+                    # Not `whole`: what a call that fails had sampled counts.
+                    await call.until_end()
+                started = await call.accepted()
+                meter.count_started(started)
+                yield started
+                while news := await call.read():
+                    meter.count(news, call)
+                    for new in news:
+                        yield new
             finally:
-                call.cancel()
+                call.leave()
 
     @property
     def find_calls(self) -> FindCalls | None:

@@ -1,18 +1,20 @@
 """Server-sent events: frames, and the response that sends them.
 
-Frames are ASCII: some clients take U+2028 or U+0085 for the end of a line, and some guess Latin-1. So JSON is written
-by `json`, which escapes all else; msgspec and orjson cannot.
+Frames are ASCII: some clients take U+2028 or U+0085 for the end of a line, and some guess Latin-1. So what else msgspec
+has written is escaped, which JSON has only in its strings.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 import anyio
-from fastapi.responses import StreamingResponse
+import msgspec
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from tokentape_bridge.errors import bridge_stopping, to_api_error, to_json
@@ -26,13 +28,31 @@ DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n\n"
 """A frame that clients leave out."""
 
-_encoder = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+_ESCAPING = "tokentape.json"
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """Return JSON's escapes for characters that ASCII lacks (see `codecs.register_error`)."""
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error(_ESCAPING, _escaped)
+
+
+def _ascii_json(body: object) -> bytes:
+    try:
+        data = msgspec.json.encode(body)
+    except UnicodeEncodeError:
+        # Half a surrogate pair, which a model may have escaped in a tool call.
+        return json.dumps(body, separators=(",", ":")).encode()
+    return data if data.isascii() else data.decode().encode("ascii", _ESCAPING)
 
 
 def data_frame(body: object, event: str = "") -> bytes:
     """Return the frame with a JSON object, of the kind `event` where that is given."""
-    head = f"event: {event}\n" if event else ""
-    return f"{head}data: {_encoder.encode(body)}\n\n".encode("ascii")
+    head = f"event: {event}\n".encode() if event else b""
+    return b"%bdata: %b\n\n" % (head, _ascii_json(body))
 
 
 def error_frame(error: Exception) -> bytes:
@@ -40,7 +60,7 @@ def error_frame(error: Exception) -> bytes:
     return data_frame(to_json(to_api_error(error)))
 
 
-class EventStreamResponse(StreamingResponse):
+class EventStreamResponse(Response):
     """Sends frames as they come, and such as say nothing while none do.
 
     When the client leaves, or takes no more, `frames` is closed at once. The next frame is asked for when the client's
@@ -65,20 +85,24 @@ class EventStreamResponse(StreamingResponse):
         A generator that nobody has asked for anything yet cannot be closed: what it holds, it must take after that.
         """
         # X-Accel-Buffering: nginx would collect the frames.
-        super().__init__(frames, headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
+        del self.headers["content-length"]
         self._frames = frames
         self._keep_alive_frame = keep_alive
         self._keep_alive_seconds = keep_alive_seconds
         self._to_error_frame = to_error_frame
         self._has_begun = False
         self._sent_at = 0.0
-        self._sending = asyncio.Lock()
+        self._clock = asyncio.get_running_loop().time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as long as its client is there."""
         try:
-            async with aclosing(self._frames):
-                await super().__call__(scope, receive, send)
+            async with aclosing(self._frames), anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch_client, receive, tasks.cancel_scope)
+                tasks.start_soon(self._keep_alive, send)
+                await self._send_all(send)
+                tasks.cancel_scope.cancel()
         except asyncio.CancelledError:
             # Not by a client that leaves.
             if self._has_begun:
@@ -86,30 +110,30 @@ class EventStreamResponse(StreamingResponse):
                 await _end(send)
             raise
 
-    async def stream_response(self, send: Send) -> None:
-        """Send all frames."""
+    async def _send_all(self, send: Send) -> None:
+        self._sent_at = self._clock()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._has_begun = True
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._keep_alive, send)
-            async for frame in self._frames:
-                await self._send(send, frame)
-            tasks.cancel_scope.cancel()
+        async for frame in self._frames:
+            await self._send(send, frame)
         await _end(send)
 
     async def _send(self, send: Send, frame: bytes) -> None:
-        async with self._sending:
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-            self._sent_at = asyncio.get_running_loop().time()
+        # Whoever sends it: a server takes a frame whole, when it takes it.
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        self._sent_at = self._clock()
+
+    async def _watch_client(self, receive: Receive, serving: anyio.CancelScope) -> None:
+        """End the answer when its client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        serving.cancel()
 
     async def _keep_alive(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        self._sent_at = loop.time()
         while True:
-            silent = loop.time() - self._sent_at
-            if silent >= self._keep_alive_seconds:
+            if self._has_begun and self._clock() - self._sent_at >= self._keep_alive_seconds:
                 await self._send(send, self._keep_alive_frame)
-            await asyncio.sleep(max(0.01, self._sent_at + self._keep_alive_seconds - loop.time()))
+            await asyncio.sleep(max(0.01, self._sent_at + self._keep_alive_seconds - self._clock()))
 
 
 async def _end(send: Send) -> None:

@@ -7,10 +7,9 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
-from tokentape.v1.generation_pb2 import GenerateResponse
 from tokentape_bridge.answer_stream import PlainText
 from tokentape_bridge.choice_stream import LONG_DELTA, ChoiceDelta, read_deltas
-from tokentape_bridge.completion import read_started
+from tokentape_bridge.completion import CallEvent, read_started
 from tokentape_bridge.completions import TextJob, prepare, run_all
 from tokentape_bridge.frame_stream import FrameStream
 from tokentape_bridge.merged import merged
@@ -43,7 +42,7 @@ class TextCompletionStream(FrameStream[CompletionRequest]):
             yield self._answer(job, chunks, events)
 
     async def _answer(
-        self, job: TextJob, chunks: TextChunks, events: list[AsyncGenerator[GenerateResponse]]
+        self, job: TextJob, chunks: TextChunks, events: list[AsyncGenerator[CallEvent]]
     ) -> AsyncGenerator[bytes]:
         # The prompts' ids and log-probabilities may be in it.
         yield await asyncio.to_thread(lambda: b"".join(map(data_frame, chunks.opening())))

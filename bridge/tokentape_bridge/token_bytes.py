@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class ShownToken(NamedTuple):
+    """A token as JSON shows it."""
+
+    text: str
+    """With U+FFFD for what is no whole character."""
+    byte_values: list[int]
+    """Not to be changed: the same for all."""
 
 
 class TokenBytes:
@@ -15,6 +25,9 @@ class TokenBytes:
     def __init__(self, tokenizer: FastTokenizer) -> None:
         """`tokenizer` is the fast tokenizer behind a transformers one."""
         self._id_to_token = tokenizer.id_to_token
+        # Each token is looked up once: answers say the same ones again and again.
+        self._found: dict[int, bytes] = {}
+        self._shown: dict[int, ShownToken] = {}
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.is_byte_level = tokenizer.decoder is not None and b'"ByteLevel"' in tokenizer.decoder.__getstate__()
@@ -26,6 +39,20 @@ class TokenBytes:
 
     def of(self, token_id: int) -> bytes:
         """Return the bytes of `token_id`; none for an id outside the vocabulary (a model's padding area)."""
+        found = self._found.get(token_id)
+        if found is None:
+            found = self._found[token_id] = self._find(token_id)
+        return found
+
+    def shown(self, token_id: int) -> ShownToken:
+        """Return how JSON shows `token_id`."""
+        shown = self._shown.get(token_id)
+        if shown is None:
+            data = self.of(token_id)
+            shown = self._shown[token_id] = ShownToken(data.decode(errors="replace"), list(data))
+        return shown
+
+    def _find(self, token_id: int) -> bytes:
         if (added := self._added.get(token_id)) is not None:
             return added.encode()
         token: str | None = self._id_to_token(token_id)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.messages import TemplateMessage
 from tokentape_bridge.text_decoder import TextDecoder, text_decoder
-from tokentape_bridge.token_bytes import TokenBytes
+from tokentape_bridge.token_bytes import ShownToken, TokenBytes
 
 _logger = logging.getLogger(__name__)
 
@@ -235,6 +235,10 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for."""
         return self._bytes.of(token_id)
+
+    def shown(self, token_id: int) -> ShownToken:
+        """Return how JSON shows a token."""
+        return self._bytes.shown(token_id)
 
 
 def _encodes_as(tokenizer: _PreTrainedTokenizer, file: FastTokenizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -294,6 +295,7 @@ def finished(key: int, count: int, choice: int = 0) -> Finished:
 
 
 ONE = GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-0.5])
+NAN_TOP = types_pb2.TopLogprobs(k=1, token_ids=[1], logprobs=[math.nan])
 TOP = types_pb2.TopLogprobs(k=2, token_ids=[1, 2, 3], logprobs=[-1, -1, -1])
 
 
@@ -310,6 +312,9 @@ TOP = types_pb2.TopLogprobs(k=2, token_ids=[1, 2, 3], logprobs=[-1, -1, -1])
         GenerateManyResponse(keys=[0, 0], token_counts=[2, 0], token_ids=[7, 8], logprobs=[-0.5, -0.5]),
         GenerateManyResponse(keys=[0], choices=[0, 1], token_ids=[7], logprobs=[-0.5]),
         GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-0.5], top_logprobs=TOP),
+        GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[math.nan]),
+        GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-math.inf]),
+        GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-0.5], top_logprobs=NAN_TOP),
         GenerateManyResponse(started=[started(0)]),
         GenerateManyResponse(started=[started(9)]),
         GenerateManyResponse(finished=[finished(0, 2)]),

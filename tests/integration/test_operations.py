@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ANYWHERE = ListenAddress("127.0.0.1", 0)
 SECRET = "a prompt that nothing tells"
 MODEL: dict[str, Any] = {"max_model_len": 256, "vocab_size": 49152, "eos_token_ids": [2]}
-GENERATE, FIND_CALLS = "tokentape.v1.GenerationService/Generate", "tokentape.v1.TapeService/FindCalls"
+GENERATE, FIND_CALLS = "tokentape.v1.GenerationService/GenerateMany", "tokentape.v1.TapeService/FindCalls"
 IN_A_TRACE = {
     ("tokentape-bridge", "POST /v1/chat/completions"),
     *((service, name) for service in ("tokentape-bridge", "tokentape-sidecar") for name in (GENERATE, FIND_CALLS)),

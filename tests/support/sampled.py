@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from support.tokenizers import KINDS
+from tokentape.choice_columns import TokenRun, Top
 from tokentape.v1 import types_pb2
 from tokentape.v1.generation_pb2 import GenerateResponse
 from tokentape.v1.types_pb2 import Completion, TopLogprobs
 from tokentape_bridge.chat_model import ChatModel
+from tokentape_bridge.completion import CallEvent
 
 PEPPER = "\N{HOT PEPPER}"
 CALL = '<tool_call>\n{"name": "ls", "arguments": {"p": "a"}}\n</tool_call>'
@@ -49,9 +51,20 @@ class Sampled:
         return [*events, GenerateResponse(finished=finished)]
 
 
-async def stream_of(events: Sequence[GenerateResponse]) -> AsyncGenerator[GenerateResponse]:
+async def stream_of(events: Sequence[GenerateResponse]) -> AsyncGenerator[CallEvent]:
+    """The events as the bridge's client of a sidecar gives them."""
     for event in events:
-        yield event
+        yield call_event(event)
+
+
+def call_event(event: GenerateResponse) -> CallEvent:
+    """An event of `Generate`, as the bridge's client of a sidecar gives it."""
+    if event.HasField("delta"):
+        delta = event.delta
+        tops = delta.top_logprobs
+        top = Top(tops.k, tops.token_ids, tops.logprobs) if tops.k else None
+        return TokenRun(delta.choice, delta.token_ids, delta.logprobs, delta.weight_version, top)
+    return event.finished if event.HasField("finished") else event.started
 
 
 def sampled(chat: ChatModel, text: str, *, stops: bool = True, kind: str = "smollm2", **stop: Any) -> Sampled:

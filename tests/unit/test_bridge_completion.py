@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.sampled import STARTED, call_event
 from tokentape.v1.generation_pb2 import GenerateResponse
 from tokentape.v1.types_pb2 import FINISH_REASON_STOP, Completion, TopLogprobs
-from tokentape_bridge.completion import Call, StreamError, collect
-
-STARTED = GenerateResponse(started=GenerateResponse.Started(call_id="c", prompt_token_count=3))
+from tokentape_bridge.completion import Call, CallEvent, StreamError, collect
 
 
 def delta(
@@ -36,10 +35,10 @@ class Events:
         self._events = events
         self.closed = False
 
-    async def stream(self) -> AsyncGenerator[GenerateResponse]:
+    async def stream(self) -> AsyncGenerator[CallEvent]:
         try:
             for event in self._events:
-                yield event
+                yield call_event(event)
                 await asyncio.sleep(0)
         finally:
             self.closed = True
@@ -56,7 +55,7 @@ def test_any_chunking_is_one_completion(chunks: list[list[int]]) -> None:
     call = asyncio.run(collected(*events))
     assert call.choices[0].token_ids == whole
     assert call.choices[0].logprobs == [-float(token_id) for token_id in whole]
-    assert call.choices[0].top_logprobs == [[]] * len(whole)
+    assert call.choices[0].top_logprobs == [()] * len(whole)
 
 
 async def test_choices_may_interleave() -> None:
@@ -85,7 +84,6 @@ async def test_top_logprobs_lie_by_position() -> None:
         [STARTED, delta(0, 5), finished(0, 1), finished(0, 1)],
         [STARTED, delta(0, 5), finished(0, 1), delta(0, 6)],
         [STARTED, delta(1, 5), finished(0, 0)],
-        [STARTED, GenerateResponse(), finished(0, 0)],
         [STARTED, delta(0, 5, top=TopLogprobs(k=2, token_ids=[1], logprobs=[-1])), finished(0, 1)],
     ],
 )
@@ -102,9 +100,9 @@ async def test_a_choice_that_never_ends_is_an_error() -> None:
 
 
 async def test_a_count_that_is_refused_may_be_any_number() -> None:
-    async def refused() -> AsyncGenerator[GenerateResponse]:
+    async def refused() -> AsyncGenerator[CallEvent]:
         raise ValueError("n: must be at most 128")
-        yield STARTED
+        yield STARTED.started
 
     with pytest.raises(ValueError, match="at most 128"):
         await collect(refused(), 2**32 - 1)

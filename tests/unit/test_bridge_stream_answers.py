@@ -20,7 +20,7 @@ from tokentape.v1.generation_pb2 import GenerateResponse
 from tokentape_bridge.chat_chunks import ChatChunks
 from tokentape_bridge.chat_model import ChatModel
 from tokentape_bridge.choice_stream import ChoiceDelta, read_deltas
-from tokentape_bridge.completion import StreamError, collect, read_started
+from tokentape_bridge.completion import CallEvent, StreamError, collect, read_started
 from tokentape_bridge.continuation import Prompt
 from tokentape_bridge.parents import Conversation
 from tokentape_bridge.responses import chat_completion, extension
@@ -82,7 +82,7 @@ class Case:
         assert all(frame.isascii() and len(frame.splitlines()) == 2 for frame in frames)
         return [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
 
-    def deltas(self, stream: AsyncGenerator[GenerateResponse]) -> AsyncGenerator[ChoiceDelta]:
+    def deltas(self, stream: AsyncGenerator[CallEvent]) -> AsyncGenerator[ChoiceDelta]:
         options = TextOptions(
             skip_special_tokens=self.request.skip_special_tokens is not False,
             stop=self.request.stop or (),
@@ -263,7 +263,6 @@ async def test_a_family_reads_the_whole_and_ids_flow_all_the_same(chat_model: Lo
     [
         [],
         [STARTED],
-        [GenerateResponse()],
         Sampled([5], {}).events([[5]])[:1],
         Sampled([5], {}).events([]),
         Sampled([5], {}).events([[5]]) * 2,
@@ -281,7 +280,7 @@ async def test_a_broken_stream_is_an_error_and_closed(
     assert await anext(source, None) is None
 
 
-@pytest.mark.parametrize("events", [[], [GenerateResponse()], Sampled([], {}).events([])])
+@pytest.mark.parametrize("events", [[], Sampled([5], {}).events([[5]])[:1], Sampled([], {}).events([])])
 async def test_a_call_begins_with_its_start(events: list[GenerateResponse]) -> None:
     with pytest.raises(StreamError):
         await read_started(stream_of(events))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class ChoiceColumns:
 
     __slots__ = (
         "completion",
+        "first_token_at",
         "is_told",
         "logprobs",
         "position",
@@ -67,6 +69,8 @@ class ChoiceColumns:
         self.top_logprobs = array("f")
         self.completion: Completion | None = None
         """How the choice ended."""
+        self.first_token_at: float | None = None
+        """When the first of them came, on the clock of `time.monotonic`."""
         self.position = 0
         """How many tokens were read."""
         self.is_told = False
@@ -74,6 +78,8 @@ class ChoiceColumns:
 
     def begin_version(self, version: str, count: int) -> None:
         """Note that `version` sampled the last `count` tokens."""
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
         if version != self.version:
             self.versions.append((len(self.token_ids) - count, version))
         self.version = version

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import count, repeat
 from typing import TypeAlias
 
@@ -21,16 +22,9 @@ _logger = logging.getLogger(__name__)
 _REQUEST_BYTES = 1024 * 1024
 """From how many bytes on no more is put into a message."""
 
-_FRAME_BYTES = 16
-"""What a message of one call has beside it, at most."""
-
 _CLOSED = grpc.StatusCode.CANCELLED, "the client of this sidecar was closed"
 
 Rpc: TypeAlias = "grpc.aio.StreamStreamCall[GenerateManyRequest, GenerateManyResponse]"
-
-
-_JOINED_BYTES = 1024 * 1024
-"""How long a message may become by joining others."""
 
 
 class CallStream:
@@ -61,9 +55,10 @@ class CallStream:
         key = next(self._keys) & 0xFFFF_FFFF
         while key in self._calls:
             key = next(self._keys) & 0xFFFF_FFFF
-        call.begin.key = key
-        request = GenerateManyRequest(begin=[call.begin])
-        if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
+        begin = call.begin
+        assert begin is not None, "a call that was accepted is not begun again"
+        begin.key = key
+        if (size := GenerateManyRequest(begin=[begin]).ByteSize()) > MAX_MESSAGE_BYTES:
             # The stream would end by it, with all other calls. The words are gRPC's.
             call.end(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"Sent message larger than max ({size} vs. {MAX_MESSAGE_BYTES})"
@@ -71,7 +66,7 @@ class CallStream:
             return
         self._calls[key] = call
         call.stream, call.key = self, key
-        self._begins[key] = call.begin
+        self._begins[key] = begin
         self._wake.set()
 
     def leave(self, key: int) -> None:
@@ -169,6 +164,8 @@ class CallStream:
         if message.weight_version != self._version:
             self._version = message.weight_version
         version = self._version
+        if not math.isfinite(sum(logprobs)):
+            raise BrokenContract("a log-probability that is no finite number")
         if message.choices or message.token_counts or message.HasField("top_logprobs"):
             self._take_runs(message, version)
             return
@@ -197,6 +194,8 @@ class CallStream:
             raise BrokenContract(f"{runs} runs of {tokens} tokens, with columns of {lengths}")
         if not len(top.token_ids) == len(top.logprobs) == top.k * tokens:
             raise BrokenContract(f"{len(top.token_ids)} most probable tokens for {tokens} positions of {top.k}")
+        if math.isnan(sum(top.logprobs)):
+            raise BrokenContract("a most probable token's log-probability that is no number")
         # A list's slices cost no look at each value.
         ids, logprobs, k, start = list(message.token_ids), list(message.logprobs), top.k, 0
         for key, choice, size in zip(message.keys, message.choices or repeat(0), counts, strict=False):
@@ -222,20 +221,6 @@ class CallStream:
         if call is None:
             raise _unknown(key)
         return call
-
-
-def _joined(requests: Iterable[GenerateManyRequest]) -> Iterator[GenerateManyRequest]:
-    """Yield `requests` as few messages: each costs both ends more than the calls that it begins."""
-    joined, size = GenerateManyRequest(), 0
-    for request in requests:
-        # A message leaves calls before it begins others, and a call must not be left before it has begun.
-        if size and (request.leave or size + request.ByteSize() > _JOINED_BYTES):
-            yield joined
-            joined, size = GenerateManyRequest(), 0
-        joined.MergeFrom(request)
-        size += request.ByteSize()
-    if size:
-        yield joined
 
 
 def _unknown(key: int) -> BrokenContract:

@@ -77,13 +77,17 @@ class RunningCall:
 
         Raises `AioRpcError` with its status where that is not OK.
         """
+        await self.until_end()
+        self._raise_for_status()
+
+    async def until_end(self) -> None:
+        """Wait until the call has ended, well or not; what came until then is to be read. Cancelling leaves it."""
         try:
             if not self.has_ended:
                 self._end_waiter = asyncio.get_running_loop().create_future()
                 await self._end_waiter
         finally:
             self.leave()
-        self._raise_for_status()
 
     async def accepted(self) -> GenerateResponse.Started:
         """Wait until the call was accepted, and return how. Cancelling leaves it. Raises `AioRpcError`, as `whole`."""
@@ -106,6 +110,13 @@ class RunningCall:
                 self._raise_for_status()
                 return []
             await self._news()
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When its first token came, on the clock of `time.monotonic`; `None`: none has."""
+        return min(
+            (at for columns in self.choices.values() if (at := columns.first_token_at) is not None), default=None
+        )
 
     async def events(self) -> AsyncGenerator[GenerateResponse]:
         """Yield the events that `Generate` would; closing the iterator, or cancelling, leaves the call.
