@@ -60,16 +60,16 @@ def _sampling_for(
         asked = asked.overlaid(tape.policy.sampling)
     check_sampling(asked, model, limits=limits)
     sampling = model.default_sampling.overlaid(asked)
-    sampling = replace(sampling, n=sampling.n or 1)
+    n, seed = sampling.n or 1, sampling.seed
     room = _room(request, parent, tape, model.max_context_tokens)
     if tape is not None:
-        room = min(room, _share_of_tape(tape, sampling.n or 1))
+        room = min(room, _share_of_tape(tape, n))
         if tape.policy.seed is not None:
-            sampling = replace(sampling, seed=_mixed_seed(tape.policy.seed, tape.tape_id, len(tape.calls)))
+            seed = _mixed_seed(tape.policy.seed, tape.tape_id, len(tape.calls))
     max_tokens = min(room, sampling.max_tokens or room)
     # Where the room is less than what must be sampled, the call ends at its length; an engine would refuse it.
     min_tokens = None if sampling.min_tokens is None else min(sampling.min_tokens, max_tokens)
-    return replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+    return replace(sampling, n=n, seed=seed, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
 def _check_names(request: CallRequest) -> None:

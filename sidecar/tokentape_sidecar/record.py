@@ -225,13 +225,13 @@ class CallRecord:
         top_logprobs: TopLogprobs | None = None,
     ) -> None:
         """Take newly sampled tokens (see `engine.Sink`). Unusable log-probabilities fail the call."""
-        if self.ended or self.choices[choice].completion is not None or not token_ids:
+        columns = self.choices[choice]
+        if columns.completion is not None or self.error is not None or not token_ids:
             return
         problem = self._problem_with(token_ids, logprobs, top_logprobs)
         if problem is not None:
             self.fail(CallError(problem))
             return
-        columns = self.choices[choice]
         # The same weights are mostly the same object, and comparing that is cheaper.
         if not columns.weights or (columns.weights[-1] is not weights and columns.weights[-1] != weights):
             if self.first_token_at is None:
@@ -286,6 +286,11 @@ class CallRecord:
     def _problem_with(
         self, token_ids: Sequence[int], logprobs: Sequence[float], top_logprobs: TopLogprobs | None
     ) -> str | None:
+        # By far the most common step: one usable token, and nothing else was asked for.
+        if len(logprobs) == len(token_ids) == 1 and top_logprobs is None and not self._top_k:
+            (logprob,) = logprobs
+            if abs(logprob) <= _LARGEST_FLOAT32:
+                return None
         if len(logprobs) != len(token_ids):
             return f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} sampled tokens"
         if not all(map(_is_usable, logprobs)):

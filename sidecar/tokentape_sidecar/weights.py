@@ -16,7 +16,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from tokentape_sidecar.engine import Weights
+from tokentape_sidecar.engine import UNVERSIONED, Weights
 from tokentape_sidecar.engine_controls import MEMORY_TAGS, Phase
 
 # The workers' methods that change weights, in vLLM (reload_weights, update_weights, start_weight_update) and in
@@ -42,17 +42,27 @@ class _Version(NamedTuple):
 class CallWeights:
     """The weights as one call meets them; made when the call starts."""
 
-    __slots__ = ("_born", "_born_stale", "_observer")
+    __slots__ = ("_born", "_born_stale", "_changes", "_observer", "_stamp", "_weights")
 
     def __init__(self, observer: WeightObserver) -> None:
         self._observer = observer
         self._born = observer.clock
         self._born_stale = observer.prefix_is_stale
+        self._changes = -1
+        self._stamp: str | None = None
+        self._weights = UNVERSIONED
 
     def of_step(self, stamp: str | None) -> Weights:
         """Return the weights that sampled a step which the engine stamped with `stamp` (`None`: with nothing)."""
         observer = self._observer
-        observer.note_step(stamp)
+        # With the same stamp, and nothing changed since the last one was noted, noting it again changes nothing.
+        if observer.changes != self._changes or stamp != self._stamp:
+            observer.note_step(stamp)
+            self._changes, self._stamp, self._weights = observer.changes, stamp, self._of_latest()
+        return self._weights
+
+    def _of_latest(self) -> Weights:
+        observer = self._observer
         running_stale = observer.stale_update > max(self._born, observer.cleared)
         prefix_stale = self._born_stale and observer.cleared <= self._born
         return observer.weights(
@@ -65,6 +75,8 @@ class WeightObserver:
 
     def __init__(self, engine: object) -> None:
         """Watch `engine`, an `AsyncLLM` or one that has its control methods, by standing before these from now on."""
+        self.changes = 0
+        """Grows with every change of what is noted here; while it stays, a step of the same stamp changes nothing."""
         self.clock = 0
         """Counts events that matter to cached computations."""
         self.cleared = 0
@@ -137,6 +149,7 @@ class WeightObserver:
     def name_weights(self, version: str) -> None:
         """Name the present weights, where the engine itself takes no name for them."""
         self._on_named(None, version)
+        self.changes += 1
 
     def weights(self, *, boundary_uncertain: bool, stale_cache: bool) -> Weights:
         """Return the weights of the latest step; the same object as long as they are the same."""
@@ -155,6 +168,7 @@ class WeightObserver:
         if sampled == self._sampled and not (self._changed and sampled == self._next):
             return
         self.clock += 1
+        self.changes += 1
         self._sampled = sampled
         if self._changed:
             if not was_empty:
@@ -278,6 +292,7 @@ class WeightObserver:
             changes_weights = after is None and _changes_weights(*args, **kwargs)
             if changes_weights:
                 self._begin_update()
+                self.changes += 1
             # While it waits for running requests the engine samples.
             holds = takes_its_time and kwargs.get("mode") != "wait"
             self._holding_calls += holds
@@ -291,6 +306,7 @@ class WeightObserver:
                 self._weight_calls -= changes_weights
             if after is not None:
                 after(result, *args, **kwargs)
+                self.changes += 1
             return result
 
         return call

@@ -1,9 +1,12 @@
 """The weights that a call's tokens carry, learnt from what is done to the engine object."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tokentape_sidecar.engine import Weights
 from tokentape_sidecar.engine_controls import Phase
@@ -360,3 +363,52 @@ async def test_a_change_in_progress_is_known(engine: Driven, observer: WeightObs
     engine.workers_answer.set()
     await asyncio.gather(*calls)
     assert not observer.updating
+
+
+OPERATIONS: dict[str, Callable[[Driven], Awaitable[object]]] = {
+    "an update": lambda engine: engine.collective_rpc("update_weights"),
+    "another call": lambda engine: engine.collective_rpc("check_health"),
+    "pause": lambda engine: engine.pause_generation(),
+    "pause, cache kept": lambda engine: engine.pause_generation(clear_cache=False),
+    "resume": lambda engine: engine.resume_generation(),
+    "sleep": lambda engine: engine.sleep(),
+    "wake": lambda engine: engine.wake_up(),
+    "reset": lambda engine: engine.reset_prefix_cache(),
+    "full reset": lambda engine: engine.reset_prefix_cache(reset_running_requests=True),
+}
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(sorted(OPERATIONS)),
+            st.tuples(st.integers(0, 2), st.sampled_from([None, "default", "v1", "v2"])),
+            st.sampled_from([("name", "v1"), ("name", "v2")]),
+        ),
+        max_size=40,
+    )
+)
+def test_what_a_step_repeats_is_remembered_only_while_nothing_changes(
+    events: list[str | tuple[int | str, str | None]],
+) -> None:
+    async def told(*, remember: bool) -> list[Weights]:
+        engine = Driven()
+        observer = WeightObserver(engine)
+        calls = [CallWeights(observer) for _ in range(3)]
+        weights: list[Weights] = []
+        for event in events:
+            match event:
+                case str():
+                    await OPERATIONS[event](engine)
+                    calls.append(CallWeights(observer))
+                case "name", str(version):
+                    observer.name_weights(version)
+                case int(which), stamp:
+                    # Whatever it has seen is then of another state.
+                    observer.changes += not remember
+                    weights.append(calls[-1 - which].of_step(stamp))
+                case _:
+                    raise AssertionError(event)
+        return weights
+
+    assert asyncio.run(told(remember=True)) == asyncio.run(told(remember=False))

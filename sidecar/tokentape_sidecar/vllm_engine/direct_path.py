@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from copy import copy
 from typing import Any, cast
 
@@ -52,7 +53,7 @@ class DirectPath:
     def __init__(self, engine: AsyncLLM, observer: WeightObserver) -> None:
         self._engine = engine
         self._observer = observer
-        core: object = engine.engine_core
+        core = cast("object", engine.engine_core)
         self._decoder = (
             StepDecoder(core.decoder, engine.output_processor.request_states, _ChoiceState)
             if isinstance(core, AsyncMPClient)
@@ -237,15 +238,16 @@ class _ChoiceState(RequestState):
 
     def _write_tokens(self, token_ids: list[int]) -> None:
         rows = self._steps.rows
-        if rows is None:
-            raise CallError("vLLM gave no log-probabilities for sampled tokens")
         top: TopLogprobs | None = None
         if isinstance(rows, LogprobsLists):
             own = cast("list[int]", rows.logprob_token_ids[:, 0].tolist())
-            logprobs = cast("list[float]", rows.logprobs[:, 0].tolist())
+            logprobs: Sequence[float] = cast("list[float]", rows.logprobs[:, 0].tolist())
             top = _top(rows, self._k)
+        elif rows is not None:
+            token_id, logprob = rows
+            own, logprobs = [token_id], (logprob,)
         else:
-            own, logprobs = [rows[0]], [rows[1]]
+            raise CallError("vLLM gave no log-probabilities for sampled tokens")
         if own != token_ids:
             raise CallError("vLLM's log-probabilities belong to other tokens than those sampled")
         weights = self._weights.of_step(self._stamp)

@@ -75,6 +75,8 @@ def sampling_params(sampling: Sampling, engine: AsyncLLM) -> SamplingParams:
         # Text is made only where the engine must find stop strings in it.
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA,
+        # Made for one call, they need no deep copy.
+        skip_clone=True,
     )
 
 
