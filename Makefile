@@ -51,8 +51,10 @@ soak: .venv/.stamp ## Run 1,000 rollouts at once for ten minutes, without a GPU;
 bench: .venv/.stamp .cache/bench-smg/.stamp .cache/bench-tools/.stamp $(MODEL)/config.json ## Measure tokentape beside its peers (half an hour, no GPU); write the table and plots of bench/README.md
 	$(call say,bench: sidecar$(comma) bridge and peers on an engine that pushes; logs and results in out/bench)
 	@python -m bench.compare $(BENCH)
-	$(call say,bench: conversations of many turns; memory)
-	@python -m bench.turns
+	$(call say,bench: conversations of many turns)
+	-@python -m bench.turns
+	$(call say,bench: memory of the sidecar)
+	-@python -m bench.memory
 	$(call say,bench: bench/README.md)
 	@.cache/bench-tools/bin/python -m bench.report
 
@@ -108,6 +110,14 @@ clean: ## Remove the environments, the model and everything else that was made h
 	@$(call borrowing,.cache/bench-smg)
 	@.venv/bin/python -m pip --python .cache/bench-smg/bin/python install --quiet --disable-pip-version-check --no-deps \
 	  smg-grpc-servicer==0.14.1 smg-grpc-proto==0.4.28
+	@touch $@
+
+.cache/bench-rust/.stamp: .venv/.stamp bench/vllm-rust.txt
+	$(call say,.cache/bench-rust: the Rust front end out of vLLM's own wheel (330 MB to download$(comma) 60 MB kept))
+	@rm -rf .cache/bench-rust && mkdir -p .cache/bench-rust
+	@.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
+	  --dest .cache/bench-rust --requirement bench/vllm-rust.txt
+	@python -m bench.unpack_rust .cache/bench-rust
 	@touch $@
 
 .cache/bench-tools/.stamp: .venv/.stamp

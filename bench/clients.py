@@ -30,6 +30,7 @@ from bench.http_clients import (
     WholeTokens,
 )
 from bench.readings import Client, Load, Readings
+from bench.rust_grpc import RustGrpcClient
 
 _PROMPT_IDS = range(1000, 40_000)
 _SETTLE_SECONDS = 0.3
@@ -45,6 +46,7 @@ CLIENTS: dict[str, Callable[[Load, Any], Client]] = {
     "chat, whole": WholeChat,
     "tokens": TokensClient,
     "tokens, whole": WholeTokens,
+    "rust-grpc": RustGrpcClient,
     "smg": SmgClient,
     "smg, whole": WholeSmg,
 }

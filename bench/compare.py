@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.clients import Load, run
-from bench.servers import Server, ServerFailed, end_by_signals, free_port, serving
+from bench.servers import Server, ServerFailed, bridge_to, end_by_signals, free_port, serving
 
 _NAME = "bench"
 _ENGINE = ("--max-model-len", "2048", "--dtype", "bfloat16", "--max-num-seqs", "1024")
@@ -74,7 +74,8 @@ class Servers:
         with ExitStack() as started:
             if kind == "bridge":
                 sidecar = started.enter_context(self._sidecar())
-                yield [started.enter_context(self._bridge(sidecar)), sidecar]
+                bridge = bridge_to(sidecar.address, name=f"bridge-{self._pace_ms}", out=self._options.out)
+                yield [started.enter_context(bridge), sidecar]
             else:
                 yield [started.enter_context({"sidecar": self._sidecar, "smg": self._smg, "http": self._http}[kind]())]
 
@@ -90,16 +91,6 @@ class Servers:
             *("--listen", "127.0.0.1:0", "--ready-file", str(ready), "--grace-seconds", "1", "--", *_ENGINE),
         ]
         with serving(f"sidecar-{self._pace_ms}", command, logs=self._logs, ready_file=ready) as server:
-            yield server
-
-    @contextmanager
-    def _bridge(self, sidecar: Server) -> Generator[Server]:
-        ready = self._ready_file("bridge")
-        command = [
-            *(sys.executable, "-P", "-c", "from tokentape.console import bridge; bridge()"),
-            *("--sidecar", f"main={sidecar.address}", "--listen", "127.0.0.1:0", "--ready-file", str(ready)),
-        ]
-        with serving(f"bridge-{self._pace_ms}", command, logs=self._logs, ready_file=ready) as server:
             yield server
 
     @contextmanager

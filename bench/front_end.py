@@ -6,7 +6,9 @@ A real `AsyncLLM` is loaded, then its engine core is replaced by one that emits 
 at once, so that nothing but the front end is at work. The core's own part is measured alone and taken off. CPU time of
 this process per token, with the log-probability of the sampled token:
 
-- direct: our adapter's direct path, to the record;
+- decode, vLLM: reading the core's message of a step, of a token for every request, by vLLM's own decoder;
+- decode, direct: reading the same message as our direct path does it;
+- direct: our adapter's direct path, from the message that was read to the record;
 - public: our adapter's public path, to the record;
 - generate: `AsyncLLM.generate`, deltas with flat log-probabilities, read and thrown away.
 """
@@ -17,7 +19,7 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,17 +33,21 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from tokentape_sidecar.call_request import CallRequest
 from tokentape_sidecar.calls import Calls
 from tokentape_sidecar.engine import Sampling
 from tokentape_sidecar.vllm_engine import VllmEngine
+from tokentape_sidecar.vllm_engine.step_decoder import StepDecoder
 
 PROMPT = [504, 3575, 282, 4649, 314]
 TOKEN = 260
 ROW = LogprobsLists(
     np.array([[TOKEN]], dtype=np.int32), np.array([[-0.5]], dtype=np.float32), np.array([0], dtype=np.int32), None
 )
+READ_ROW: Any = (TOKEN, -0.5)
+"""The row as `StepDecoder` hands it to the direct path."""
 
 
 class InstantCore:
@@ -49,7 +55,8 @@ class InstantCore:
 
     resources = SimpleNamespace(engine_dead=False)
 
-    def __init__(self) -> None:
+    def __init__(self, row: Any = ROW) -> None:
+        self.row = row
         self._left: dict[str, int] = {}
         self._added = asyncio.Event()
 
@@ -73,7 +80,7 @@ class InstantCore:
 
     def step(self) -> EngineCoreOutputs:
         outputs = [
-            EngineCoreOutput(request_id, [TOKEN], ROW, finish_reason=FinishReason.LENGTH if left == 1 else None)
+            EngineCoreOutput(request_id, [TOKEN], self.row, finish_reason=FinishReason.LENGTH if left == 1 else None)
             for request_id, left in self._left.items()
         ]
         self._left = {request_id: left - 1 for request_id, left in self._left.items() if left > 1}
@@ -104,6 +111,8 @@ async def _done(value: Any) -> Any:
 
 
 async def through_adapter(llm: AsyncLLM, path: Any, requests: int, tokens: int) -> None:
+    core: Any = llm.engine_core
+    core.row = READ_ROW if path == "direct" else ROW
     engine = VllmEngine.attach(llm, tokenizer_directory=Path(), path=path)
     calls = Calls(engine)
     records = await asyncio.gather(
@@ -113,6 +122,7 @@ async def through_adapter(llm: AsyncLLM, path: Any, requests: int, tokens: int) 
         await record.wait_ended()
         assert record.sampled_token_count == tokens
     await engine.close()
+    core.row = ROW
 
 
 async def through_generate(llm: AsyncLLM, requests: int, tokens: int) -> None:
@@ -127,6 +137,23 @@ async def through_generate(llm: AsyncLLM, requests: int, tokens: int) -> None:
         assert count == tokens
 
     await asyncio.gather(*(read(f"r{index}-{time.monotonic_ns()}") for index in range(requests)))
+
+
+def decoding(requests: int, tokens: int, *, direct: bool) -> Callable[[], Awaitable[None]]:
+    """Return what reads a step's message, as the core writes it, `tokens` times."""
+    names = [f"request-{index:032}" for index in range(requests)]
+    outputs = [EngineCoreOutput(name, [TOKEN], ROW) for name in names]
+    step = EngineCoreOutputs(outputs=outputs, timestamp=1.0, weight_version="default")
+    frames = MsgpackEncoder().encode(step)
+    decoder = MsgpackDecoder(EngineCoreOutputs)
+    if direct:
+        StepDecoder(decoder, dict.fromkeys(names, ""), str)
+
+    async def read() -> None:
+        for _ in range(tokens):
+            decoder.decode(frames)
+
+    return read
 
 
 async def core_alone(requests: int, tokens: int) -> None:
@@ -147,7 +174,9 @@ async def main() -> None:
     options = parser.parse_args()
     size = options.requests, options.tokens
     async with instant_engine(options.model) as llm:
-        ways = {
+        ways: dict[str, Callable[[], Awaitable[None]]] = {
+            "decode, vLLM": decoding(*size, direct=False),
+            "decode, direct": decoding(*size, direct=True),
             "core alone": lambda: core_alone(*size),
             "direct": lambda: through_adapter(llm, "direct", *size),
             "public": lambda: through_adapter(llm, "public", *size),
@@ -160,8 +189,10 @@ async def main() -> None:
                 await way()
                 costs[name] = min(costs[name], (time.process_time() - start) / (size[0] * size[1]) * 1e6)
     print(f"{size[0]} requests of {size[1]} tokens, one token a step each; µs of front-end CPU a token")
+    for name in ("decode, vLLM", "decode, direct"):
+        print(f"  {name:14} {costs[name]:6.2f}")
     for name in ("direct", "public", "generate"):
-        print(f"  {name:9} {costs[name] - costs['core alone']:6.2f}   (core {costs['core alone']:.2f} taken off)")
+        print(f"  {name:14} {costs[name] - costs['core alone']:6.2f}   (core {costs['core alone']:.2f} taken off)")
 
 
 if __name__ == "__main__":

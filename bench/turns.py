@@ -1,11 +1,10 @@
-"""What a turn costs as a conversation grows, and what a tape holds in memory.
+"""What a turn costs as a conversation grows.
 
     python -m bench.turns [--conversations 16] [--turns 128] [--out out/bench]
 
 Conversations through bridge and sidecar, each on a tape of its own, all at once and turn by turn, on the stand-in for
 vLLM's core. Every answer must continue the one before. Of each turn: CPU time of bridge and sidecar, bytes of HTTP, and
-bytes of gRPC, counted by a relay between the two. Then the sidecar's memory: many tapes with a token each, and few with
-many. Writes OUT/turns.json.
+bytes of gRPC, counted by a relay between the two. Writes OUT/turns.json.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from typing import Any
 
 import httpx
 from bench.http_clients import WORDS
-from bench.servers import Server, end_by_signals, serving
+from bench.servers import Server, bridge_to, end_by_signals, serving
 
 from tokentape.channel import dial
-from tokentape.v1 import generation_pb2, generation_pb2_grpc, tape_pb2, tape_pb2_grpc, types_pb2
+from tokentape.v1 import tape_pb2, tape_pb2_grpc
 
-SHOWN_TURNS = (2, 16, 64, 128)
+_SHOWN_TURNS = (2, 16, 64, 128)
 _JSON = {"Content-Type": "application/json"}
 _SETTLE_SECONDS = 0.2
-_MANY_TAPES, _LONG_TAPES, _LONG_TOKENS = 4000, 64, 2048
 
 
 @dataclass
@@ -131,18 +129,6 @@ def sidecar_on_stand_in(options: argparse.Namespace, name: str) -> Generator[Ser
         yield server
 
 
-@contextmanager
-def bridge_to(address: str, options: argparse.Namespace) -> Generator[Server]:
-    ready = options.out / "turns-bridge.ready"
-    ready.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-P", "-c", "from tokentape.console import bridge; bridge()"),
-        *("--sidecar", f"main={address}", "--listen", "127.0.0.1:0", "--ready-file", str(ready)),
-    ]
-    with serving("turns-bridge", command, logs=options.out / "logs", ready_file=ready) as server:
-        yield server
-
-
 async def open_tapes(tapes: tape_pb2_grpc.TapeServiceStub, count: int) -> list[str]:
     ids = [f"main.{secrets.token_hex(16)}" for _ in range(count)]
     for tape_id in ids:
@@ -154,7 +140,7 @@ async def converse(options: argparse.Namespace, sidecar: Server) -> list[Turn]:
     relay = Relay(sidecar.address)
     async with relay.serve() as address, dial(sidecar.address) as channel:
         tape_ids = await open_tapes(tape_pb2_grpc.TapeServiceStub(channel), options.conversations)
-        starting = bridge_to(address, options)
+        starting = bridge_to(address, name="turns-bridge", out=options.out)
         bridge = await asyncio.to_thread(starting.__enter__)
         try:
             async with httpx.AsyncClient(base_url=f"http://{bridge.address}", timeout=120) as client:
@@ -189,43 +175,17 @@ async def one_turn(turn: int, conversations: list[Conversation], servers: tuple[
     )
 
 
-async def memory(options: argparse.Namespace, sidecar: Server) -> dict[str, float]:
-    """Return bytes per tape with one call of one token, and per token of a long call."""
-    del options
-    async with dial(sidecar.address) as channel:
-        tapes = tape_pb2_grpc.TapeServiceStub(channel)
-        generation = generation_pb2_grpc.GenerationServiceStub(channel)
-
-        async def call(tape_id: str, tokens: int) -> None:
-            sampling = types_pb2.SamplingParameters(max_tokens=tokens, ignore_eos=True)
-            request = generation_pb2.GenerateRequest(prompt_token_ids=[1000], sampling=sampling, tape_id=tape_id)
-            async for _ in generation.Generate(request):
-                pass
-
-        async def grow(count: int, tokens: int) -> float:
-            before = sidecar.memory_bytes()
-            ids = await open_tapes(tapes, count)
-            for start in range(0, count, 64):
-                await asyncio.gather(*(call(tape_id, tokens) for tape_id in ids[start : start + 64]))
-            return (sidecar.memory_bytes() - before) / count
-
-        # What is allocated once is there after the first.
-        await grow(256, 1)
-        await grow(_LONG_TAPES, _LONG_TOKENS)
-        per_tape = await grow(_MANY_TAPES, 1)
-        long_tape = await grow(2 * _LONG_TAPES, _LONG_TOKENS)
-        return {"bytes_per_tape": per_tape, "bytes_per_token": (long_tape - per_tape) / _LONG_TOKENS}
-
-
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     starting = sidecar_on_stand_in(options, "turns-sidecar")
     sidecar = await asyncio.to_thread(starting.__enter__)
     try:
         turns = await converse(options, sidecar)
-        print("\n".join(str(turn) for turn in turns if turn.turn in SHOWN_TURNS), flush=True)
-        held = await memory(options, sidecar)
-        print(held, flush=True)
-        return {"turns": [asdict(turn) for turn in turns], "memory": held, "conversations": options.conversations}
+        print("\n".join(str(turn) for turn in turns if turn.turn in _SHOWN_TURNS), flush=True)
+        return {
+            "turns": [asdict(turn) for turn in turns],
+            "shown_turns": _SHOWN_TURNS,
+            "conversations": options.conversations,
+        }
     finally:
         await asyncio.to_thread(starting.__exit__, None, None, None)
 
@@ -243,7 +203,9 @@ def main() -> None:
     end_by_signals()
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "turns.json").write_text(json.dumps(asyncio.run(run(options)), indent=1))
+    results: Path = options.out / "turns.json"
+    results.unlink(missing_ok=True)
+    results.write_text(json.dumps(asyncio.run(run(options)), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,84 @@
+"""Tokens of a real engine, read in its own process: `AsyncLLM.generate`, deltas, as nothing in between could be faster.
+
+    python -m bench.in_process MODEL --out FILE [--streams 1,64,256,1024] [--engine-options ...]
+
+`bench.gpu` runs it. Writes a line of JSON for each number of streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+
+from bench.readings import Readings, rounds, tokens_of
+
+
+async def in_process(directory: str, streams: list[int], options: argparse.Namespace) -> None:
+    """Measure `AsyncLLM.generate` in this process; a line of JSON for each number of streams."""
+    from vllm import AsyncEngineArgs, SamplingParams  # noqa: PLC0415 - seconds
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+    parsed = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        ["--model", directory, *options.engine_options]
+    )
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed))
+
+    async def read(index: int, level: int, new_tokens: int, readings: Readings) -> None:
+        params = SamplingParams(
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = [1000 + (index * 7919 + level * 104_729 + place * 31) % 39_000 for place in range(128)]
+        sent, tokens, arrivals = time.monotonic(), 0, list[float]()
+        async for output in llm.generate({"prompt_token_ids": prompt}, params, f"r{index}-{time.monotonic_ns()}"):
+            arrivals.append(time.monotonic())
+            tokens += len(output.outputs[0].logprobs)
+        assert tokens == new_tokens
+        readings.request(sent, arrivals, tokens)
+
+    async def level(count: int, times: int, new_tokens: int) -> Readings:
+        readings = Readings(began=time.monotonic())
+
+        async def stream(index: int) -> None:
+            for turn in range(times):
+                await read(index * times + turn, count, new_tokens, readings)
+
+        await asyncio.gather(*map(stream, range(count)))
+        readings.ended = time.monotonic()
+        return readings
+
+    try:
+        await level(8, 1, 16)
+        for count in streams:
+            before = time.process_time()
+            readings = await level(count, rounds(count), tokens_of(count, options.new_tokens))
+            cpu = (time.process_time() - before) / readings.tokens * 1e6
+            with options.out.open("a") as file:
+                file.write(json.dumps({"streams": count, "cpu_us_per_token": cpu, **readings.figures()}) + "\n")
+    finally:
+        llm.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.in_process", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="its directory")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--streams", type=lambda text: list(map(int, text.split(","))), default=[1, 64, 256, 1024])
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="vLLM's; at the end")
+    options = parser.parse_args()
+    asyncio.run(in_process(options.model, options.streams, options))
+
+
+if __name__ == "__main__":
+    main()
