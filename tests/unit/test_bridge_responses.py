@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ def answer(
     reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_STOP,
     *,
     finish: dict[str, Any] | None = None,
-    top: list[list[tuple[int, float]]] | None = None,
+    top: list[Sequence[tuple[int, float]]] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
     """The one choice of the answer to a request with `fields` for which `token_ids` were sampled."""
