@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +116,7 @@ def test_an_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
 
 def test_top_logprobs(tokenizer: Tokenizer) -> None:
     [a] = encoded(tokenizer, "a")
-    top = [[(a, -0.25), (IM_END, -2.0)]]
+    top: list[Sequence[tuple[int, float]]] = [[(a, -0.25), (IM_END, -2.0)]]
     choice = answer(tokenizer, [a], types_pb2.FINISH_REASON_LENGTH, top=top, logprobs=True, top_logprobs=2)
     [entry] = choice["logprobs"]["content"]
     assert entry["top_logprobs"] == [
