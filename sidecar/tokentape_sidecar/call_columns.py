@@ -127,7 +127,13 @@ class _Columns:
     def add_started(self, cursor: Cursor) -> None:
         """Add that a call was accepted."""
         started = convert.started_to_proto(cursor.record).started
+        has_prompt = cursor.record.prompt_logprobs is not None
+        if has_prompt:
+            # In a message of its own: several long prompts together could be more than a client takes.
+            self.end()
         self._started.append(GenerateManyResponse.CallStarted(key=cursor.key, started=started))
+        if has_prompt:
+            self.end()
 
     def add_new(self, cursor: Cursor, index: int, choice: ChoiceRecord) -> None:
         """Add what is new of a choice."""
