@@ -10,6 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
+# Left to the first use, schemathesis loads this beside threads of other tests; two threads that parse at once can break
+# the parser of CPython 3.11 ("AST constructor recursion depth mismatch").
+from schemathesis.specs.openapi import schemas as _schemas  # noqa: F401
+
 if TYPE_CHECKING:
     from integration.conftest import Bridge, StartBridge, StartSidecar
 

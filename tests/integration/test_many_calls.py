@@ -252,6 +252,22 @@ async def test_a_token_that_is_replaced_takes_another_stream_and_ends_no_call(tm
     assert len(engine.submitted) == 4
 
 
+async def test_a_stream_that_is_refused_while_it_is_written_tells_why(tmp_path: Path) -> None:
+    """Begins of several messages: the refusal of the stream comes in the middle of a write."""
+    taken, own = secret_file(tmp_path / "data", "the-token"), secret_file(tmp_path / "own", "another-token")
+    async with (
+        guarded_sidecar(ManualEngine(), token_file=taken) as sidecar,
+        SidecarClient(sidecar.address, access=Access(token_file=own)) as client,
+    ):
+        for _ in range(5):
+            many = ManyCalls(client.channel)
+            calls = [many.begin(request(prompt_token_ids=[1] * 100_000)) for _ in range(40)]
+            for begun in calls:
+                with refused(Status.UNAUTHENTICATED, "wrong"):
+                    await begun.whole()
+            await many.close()
+
+
 Requests = AsyncIterator[GenerateManyRequest]
 Messages = AsyncGenerator[GenerateManyResponse]
 Answering = Callable[[Any, Requests], Messages]

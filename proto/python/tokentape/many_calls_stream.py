@@ -15,6 +15,7 @@ import grpc.aio
 from tokentape.channel import MAX_MESSAGE_BYTES
 from tokentape.choice_columns import BrokenContract, broken
 from tokentape.running_call import RunningCall, status_code
+from tokentape.stream_status import StreamStatus
 from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse
 
 _logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class CallStream:
     def __init__(self, rpc: Rpc, forget: Callable[[CallStream], None]) -> None:
         """`rpc` is a call of `GenerateMany` that was just made; `forget` is told when this takes no more calls."""
         self._rpc = rpc
+        self._status = StreamStatus(rpc)
         self._forget = forget
         self._keys = count()
         self._calls: dict[int, RunningCall] = {}
@@ -122,8 +124,8 @@ class CallStream:
             async for message in self._rpc:
                 self._take(message)
             end = grpc.StatusCode.INTERNAL, "the sidecar ended a stream before the calls on it"
-        except grpc.aio.AioRpcError as error:
-            end = error.code(), error.details() or ""
+        except grpc.aio.AioRpcError:
+            end = await self._status.of_peer()
         except BrokenContract as error:
             end = grpc.StatusCode.INTERNAL, broken(error)
         except Exception as error:
