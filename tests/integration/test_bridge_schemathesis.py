@@ -9,10 +9,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as openapi_checks
-
-# Left to the first use, schemathesis loads this beside threads of other tests; two threads that parse at once can break
-# the parser of CPython 3.11 ("AST constructor recursion depth mismatch").
-from schemathesis.specs.openapi import schemas as _schemas  # noqa: F401
+from schemathesis.specs.openapi.schemas import OpenApiSchema
 
 if TYPE_CHECKING:
     from integration.conftest import Bridge, StartBridge, StartSidecar
@@ -40,7 +37,11 @@ def bridge(start_bridge: StartBridge, start_sidecar: StartSidecar) -> Bridge:
 
 @pytest.fixture(scope="module")
 def openapi(bridge: Bridge) -> Any:
-    return schemathesis.openapi.from_url(f"{bridge.client.base_url}/openapi.json")
+    loaded = schemathesis.openapi.from_url(f"{bridge.client.base_url}/openapi.json")
+    # A module that schemathesis would load here only is imported above: loaded beside the threads of other tests, it has
+    # run into CPython 3.11's parser, which two threads at once can break ("AST constructor recursion depth mismatch").
+    assert isinstance(loaded, OpenApiSchema)
+    return loaded
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
