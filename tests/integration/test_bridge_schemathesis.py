@@ -38,8 +38,8 @@ def bridge(start_bridge: StartBridge, start_sidecar: StartSidecar) -> Bridge:
 @pytest.fixture(scope="module")
 def openapi(bridge: Bridge) -> Any:
     loaded = schemathesis.openapi.from_url(f"{bridge.client.base_url}/openapi.json")
-    # A module that schemathesis would load here only is imported above: loaded beside the threads of other tests, it has
-    # run into CPython 3.11's parser, which two threads at once can break ("AST constructor recursion depth mismatch").
+    # schemathesis would load that class's module here only; beside the threads of other tests, that has run into a fault
+    # of CPython 3.11's parser with two threads ("AST constructor recursion depth mismatch").
     assert isinstance(loaded, OpenApiSchema)
     return loaded
 
