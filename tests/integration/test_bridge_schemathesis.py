@@ -38,8 +38,8 @@ def bridge(start_bridge: StartBridge, start_sidecar: StartSidecar) -> Bridge:
 @pytest.fixture(scope="module")
 def openapi(bridge: Bridge) -> Any:
     loaded = schemathesis.openapi.from_url(f"{bridge.client.base_url}/openapi.json")
-    # schemathesis would load that class's module here only; beside the threads of other tests, that has run into a fault
-    # of CPython 3.11's parser with two threads ("AST constructor recursion depth mismatch").
+    # schemathesis would load that class's module here only, beside threads of other tests, which has run into a fault
+    # of CPython 3.11's parser with two threads at once ("AST constructor recursion depth mismatch").
     assert isinstance(loaded, OpenApiSchema)
     return loaded
 
