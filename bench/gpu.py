@@ -40,7 +40,9 @@ from bench.readings import rounds, tokens_of
 from bench.servers import Server, ServerFailed, bridge_to, end_by_signals, free_port, run_to_end, serving
 
 ENGINE_OPTIONS = (
-    *("--load-format", "dummy", "--max-model-len", "1024", "--max-num-seqs", "1024"),
+    *("--load-format", "dummy", "--max-model-len", "1024"),
+    # One size of steps for all: in a program of its own AsyncLLM would have a smaller one than a server.
+    *("--max-num-seqs", "1024", "--max-num-batched-tokens", "8192"),
     *("--gpu-memory-utilization", "0.8", "--no-enable-prefix-caching"),
 )
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}

@@ -14,6 +14,7 @@ from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -96,7 +97,8 @@ class VllmEngine:
         if otlp_traces_endpoint is not None:
             _trace(options, otlp_traces_endpoint)
         try:
-            engine = AsyncLLM.from_engine_args(options)
+            # By its use vLLM chooses how much a step computes; that of a server is far more than that of none, on a GPU.
+            engine = AsyncLLM.from_engine_args(options, usage_context=UsageContext.OPENAI_API_SERVER)
         except Exception as error:
             logger.exception("vLLM could not load %s", model)
             reason = str(error).strip().partition("\n")[0]
