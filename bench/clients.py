@@ -15,10 +15,10 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.context import SpawnProcess
+from typing import Any, cast
 
 from bench.grpc_clients import GenerateClient, GenerateManyClient, SmgClient, WholeSmg
 from bench.http_clients import (
@@ -36,8 +36,7 @@ _PROMPT_IDS = range(1000, 40_000)
 _SETTLE_SECONDS = 0.3
 _TCP_INFO_BYTES_RECEIVED = struct.Struct("=128xQ")
 
-
-CLIENTS: dict[str, Callable[[Load, Any], Client]] = {
+CLIENTS: dict[str, type[Client]] = {
     "generate": GenerateClient,
     "generate-many": GenerateManyClient,
     "completions": HttpClient,
@@ -55,7 +54,8 @@ CLIENTS: dict[str, Callable[[Load, Any], Client]] = {
 def run(load: Load) -> Readings:
     """Put `load` on the server at its address and return what its processes saw. Raises what a client raised first."""
     context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
+    pipes: list[Any] = []
+    processes: list[SpawnProcess] = []
     for index in range(min(load.processes, load.streams)):
         ours, theirs = context.Pipe()
         processes.append(context.Process(target=_process, args=(load, index, theirs), daemon=True))
@@ -88,16 +88,22 @@ def _process(load: Load, index: int, pipe: Connection) -> None:
     try:
         pipe.send(asyncio.run(_clients(load, index, pipe)))
     except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        pipe.send(f"client {index}: {type(error).__name__}: {error}")
+        first = _first(error)
+        pipe.send(f"client {index}: {type(first).__name__}: {first}")
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the first error of a group of them."""
+    if isinstance(error, BaseExceptionGroup):
+        return _first(cast("BaseExceptionGroup[BaseException]", error).exceptions[0])
+    return error
 
 
 async def _clients(load: Load, index: int, pipe: Connection) -> Readings:
     if load.site:
         sys.path.append(load.site)
     make = CLIENTS[load.kind]
-    shared = make.shared(load) if hasattr(make, "shared") else None
+    shared = make.shared(load)
     streams = len(range(index, load.streams, load.processes))
     clients = [make(load, shared) for _ in range(streams)]
     # Another prompt for every request that the machine ever sees: no server has it in its cache.

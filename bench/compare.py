@@ -10,54 +10,24 @@ each measurement; `bench.report` makes the table, the plots and the README's par
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
-from bench.clients import Load, run
-from bench.servers import Server, ServerFailed, bridge_to, end_by_signals, free_port, serving
+from bench.clients import run
+from bench.readings import Load
+from bench.results import Results, measured
+from bench.rows import ROWS
+from bench.servers import Server, ServerFailed, bridge_to, end_by_signals, free_port, serving, sidecar_by
 
 _NAME = "bench"
 _ENGINE = ("--max-model-len", "2048", "--dtype", "bfloat16", "--max-num-seqs", "1024")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way to read tokens."""
-
-    name: str
-    server: str
-    """The servers that it is read from: one of `Servers`' methods."""
-    client: str
-    """One of `clients.CLIENTS`."""
-    streamed: bool = True
-
-
-ROWS = {
-    "generate-many": Row("tokentape-sidecar, `GenerateMany`", "sidecar", "generate-many"),
-    "generate": Row("tokentape-sidecar, `Generate`", "sidecar", "generate"),
-    "bridge-completions": Row("tokentape-bridge, completions, SSE", "bridge", "completions"),
-    "bridge-chat": Row("tokentape-bridge, chat, SSE", "bridge", "chat"),
-    "bridge-chat-whole": Row("tokentape-bridge, chat, not streamed", "bridge", "chat, whole", streamed=False),
-    "smg": Row("smg-grpc-servicer, streamed", "smg", "smg"),
-    "smg-whole": Row("smg-grpc-servicer, not streamed", "smg", "smg, whole", streamed=False),
-    "http-completions": Row("vLLM HTTP, completions, SSE", "http", "completions"),
-    "http-chat": Row("vLLM HTTP, chat, SSE", "http", "chat"),
-    "http-chat-whole": Row("vLLM HTTP, chat, not streamed", "http", "chat, whole", streamed=False),
-    "http-tokens": Row("vLLM HTTP, /inference/v1/generate, SSE", "http", "tokens"),
-    "http-tokens-whole": Row(
-        "vLLM HTTP, /inference/v1/generate, not streamed", "http", "tokens, whole", streamed=False
-    ),
-}
 
 
 class Servers:
@@ -82,16 +52,14 @@ class Servers:
     def _pushing(self, python: str | Path, server: str) -> list[str]:
         return [str(python), "-m", "bench.pushing", "--pace-ms", str(self._pace_ms), server]
 
-    @contextmanager
-    def _sidecar(self) -> Generator[Server]:
-        ready = self._ready_file("sidecar")
-        command = [
-            *self._pushing(sys.executable, "sidecar"),
-            *("--model", str(self._options.model), "--served-model-name", _NAME, "--name", "main"),
-            *("--listen", "127.0.0.1:0", "--ready-file", str(ready), "--grace-seconds", "1", "--", *_ENGINE),
-        ]
-        with serving(f"sidecar-{self._pace_ms}", command, logs=self._logs, ready_file=ready) as server:
-            yield server
+    def _sidecar(self) -> AbstractContextManager[Server]:
+        return sidecar_by(
+            self._pushing(sys.executable, "sidecar"),
+            name=f"sidecar-{self._pace_ms}",
+            model=self._options.model,
+            out=self._options.out,
+            engine=_ENGINE,
+        )
 
     @contextmanager
     def _http(self) -> Generator[Server]:
@@ -114,27 +82,6 @@ class Servers:
         ]
         with serving(f"smg-{self._pace_ms}", command, logs=self._logs, listens=f"127.0.0.1:{port}") as server:
             yield server
-
-    def _ready_file(self, name: str) -> Path:
-        path: Path = self._options.out / f"{name}.ready"
-        path.unlink(missing_ok=True)
-        return path
-
-
-@dataclass
-class Results:
-    """What was measured, written after each measurement."""
-
-    path: Path
-    about: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def add(self, **row: Any) -> None:
-        self.rows.append(row)
-        said = {key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()}
-        print(f"[{time.strftime('%H:%M:%S')}] {said}", flush=True)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1))
 
 
 class Comparison:
@@ -165,30 +112,14 @@ class Comparison:
             load = Load(row.client, servers[0].address, 8, new_tokens=16, model=_NAME, site=str(self._options.smg_site))
             run(load)
             for streams in (1, *self._options.streams) if pace_ms else self._options.streams:
-                self._measure(
-                    {"row": key, "streams": streams, "pace_ms": pace_ms},
-                    servers,
-                    replace(
-                        load,
-                        streams=streams,
-                        new_tokens=self._options.tokens,
-                        processes=min(self._options.processes, streams),
-                    ),
-                    core,
+                whole = replace(
+                    load,
+                    streams=streams,
+                    new_tokens=self._options.tokens,
+                    processes=min(self._options.processes, streams),
                 )
-
-    def _measure(self, said: dict[str, Any], servers: list[Server], load: Load, core: float) -> None:
-        """Put a load on the first of `servers`, and take the CPU time of all of them."""
-        before = [server.cpu_seconds() for server in servers]
-        try:
-            readings = run(load)
-        except (RuntimeError, TimeoutError) as error:
-            self._results.add(**said, error=str(error)[:600])
-            return
-        spent = [server.cpu_seconds() - first for server, first in zip(servers, before, strict=True)]
-        each = [seconds / readings.tokens * 1e6 for seconds in spent]
-        each[-1] -= core
-        self._results.add(**said, cpu_us_per_token=sum(each), cpu_us_per_token_each=each, **readings.figures())
+                figures = measured(servers, whole, core_us=core)
+                self._results.add(row=key, streams=streams, pace_ms=pace_ms, **figures)
 
 
 def core_us_per_token(pace_ms: int, streams: int, tokens: int) -> float:

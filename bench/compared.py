@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.compare import ROWS
+from bench.rows import ROWS
+from bench.tables import table
 
 STREAMS = 256
 """Concurrent streams of the figures that are given for one number of them."""
@@ -95,13 +96,13 @@ def number(value: float | None) -> str:
 
 def asked(compared: Compared) -> str:
     """Return the ratios that the bench is there to show."""
-    lines = [f"| server CPU a token, {STREAMS} streams | | reached | at most |", "|---|---|---:|---:|"]
+    rows: list[list[str]] = []
     for pace, pace_ms, ours, theirs, most in _ASKED:
         ratio = compared.cost(ours, pace_ms) / compared.cost(theirs, pace_ms)
         if 0 < ratio < float("inf"):
             names = f"{ROWS[ours].name}, of {ROWS[theirs].name}"
-            lines.append(f"| {names} | {pace} | 1/{1 / ratio:.1f} | 1/{1 / most:.0f} |")
-    return "\n".join(lines)
+            rows.append([names, pace, f"1/{1 / ratio:.1f}", f"1/{1 / most:.0f}"])
+    return table([f"server CPU a token, {STREAMS} streams", "", "reached", "at most"], rows, names=2)
 
 
 def comparison(compared: Compared) -> list[str]:
@@ -116,7 +117,8 @@ def _table(compared: Compared, pace_ms: int) -> str:
     counts = "/".join(map(str, streams))
     of_pace = f"slowest stream, of the pace<br>{counts}" if pace_ms else f"tokens/s<br>{counts}"
     lone = ["first token alone, ms"] if pace_ms else []
-    columns = [
+    heads = [
+        "",
         *(f"µs/token<br>{count}" for count in streams),
         f"to ours<br>{STREAMS}",
         of_pace,
@@ -124,20 +126,21 @@ def _table(compared: Compared, pace_ms: int) -> str:
         f"p99 gap, ms<br>{STREAMS}",
         f"bytes/token<br>{STREAMS}",
     ]
-    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    rows: list[list[str]] = []
     for group, keys in _GROUPS.items():
         shown = compared.sorted(keys, pace_ms)
         if shown:
-            lines.append(f"| *{group}* |" + " |" * len(columns))
-        lines += [_line(compared, key, pace_ms, compared.cost(shown[0], pace_ms)) for key in shown]
-    return "\n".join(lines)
+            rows.append([f"*{group}*", *[""] * (len(heads) - 1)])
+        rows += [_cells(compared, key, pace_ms, compared.cost(shown[0], pace_ms)) for key in shown]
+    return table(heads, rows)
 
 
-def _line(compared: Compared, key: str, pace_ms: int, ours: float) -> str:
+def _cells(compared: Compared, key: str, pace_ms: int, ours: float) -> list[str]:
     streams = compared.streams()
     at = compared.figures(key, pace_ms, STREAMS)
     gaps = ROWS[key].streamed
-    cells = [
+    return [
+        f"**{ROWS[key].name}**" if is_ours(key) else ROWS[key].name,
         *(_cost(compared, key, pace_ms, count) for count in streams),
         number(compared.cost(key, pace_ms) / ours),
         " / ".join(_speed(compared.figures(key, pace_ms, count), pace_ms) for count in streams),
@@ -145,8 +148,6 @@ def _line(compared: Compared, key: str, pace_ms: int, ours: float) -> str:
         number(at.get("gap_ms_p99")) if gaps else "",
         number(at.get("bytes_per_token")),
     ]
-    name = f"**{ROWS[key].name}**" if is_ours(key) else ROWS[key].name
-    return f"| {name} | " + " | ".join(cells) + " |"
 
 
 def _cost(compared: Compared, key: str, pace_ms: int, streams: int) -> str:

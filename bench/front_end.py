@@ -57,16 +57,17 @@ class InstantCore:
 
     def __init__(self, row: Any = ROW) -> None:
         self.row = row
-        self._left: dict[str, int] = {}
+        self.left: dict[str, int] = {}
+        """How many tokens each request is to get."""
         self._added = asyncio.Event()
 
     async def add_request_async(self, request: Any) -> None:
-        self._left[request.request_id] = request.sampling_params.max_tokens
+        self.left[request.request_id] = request.sampling_params.max_tokens
         self._added.set()
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._left.pop(request_id, None)
+            self.left.pop(request_id, None)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         await self.requests()
@@ -74,16 +75,16 @@ class InstantCore:
         return self.step()
 
     async def requests(self) -> None:
-        while not self._left:
+        while not self.left:
             self._added.clear()
             await self._added.wait()
 
     def step(self) -> EngineCoreOutputs:
         outputs = [
             EngineCoreOutput(request_id, [TOKEN], self.row, finish_reason=FinishReason.LENGTH if left == 1 else None)
-            for request_id, left in self._left.items()
+            for request_id, left in self.left.items()
         ]
-        self._left = {request_id: left - 1 for request_id, left in self._left.items() if left > 1}
+        self.left = {request_id: left - 1 for request_id, left in self.left.items() if left > 1}
         return EngineCoreOutputs(outputs=outputs, timestamp=time.monotonic(), weight_version="default")
 
 
@@ -94,15 +95,16 @@ async def instant_engine(model: Path) -> AsyncGenerator[AsyncLLM]:
             model=str(model), dtype="bfloat16", enforce_eager=True, max_model_len=2048, disable_log_stats=True
         )
     )
-    real_core, llm.engine_core = llm.engine_core, InstantCore()
+    engine: Any = llm
+    real_core, engine.engine_core = llm.engine_core, InstantCore()
     # The handler that waits for the real core; the first request starts another.
-    llm.output_handler.cancel()
-    llm.output_handler = None
-    llm.get_supported_tasks = lambda: _done(("generate",))
+    engine.output_handler.cancel()
+    engine.output_handler = None
+    engine.get_supported_tasks = lambda: _done(("generate",))
     try:
         yield llm
     finally:
-        llm.engine_core = real_core
+        engine.engine_core = real_core
         await asyncio.to_thread(llm.shutdown)
 
 
@@ -159,8 +161,8 @@ def decoding(requests: int, tokens: int, *, direct: bool) -> Callable[[], Awaita
 async def core_alone(requests: int, tokens: int) -> None:
     core = InstantCore()
     for index in range(requests):
-        core._left[f"request-{index:032}"] = tokens
-    while core._left:
+        core.left[f"request-{index:032}"] = tokens
+    while core.left:
         core.step()
         await asyncio.sleep(0)
 

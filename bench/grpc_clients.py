@@ -4,116 +4,131 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
+from importlib import import_module
 from typing import Any
 
 from bench.readings import Load, Readings
 
+from tokentape.channel import dial
+from tokentape.choice_columns import TokenRun
+from tokentape.many_calls import ManyCalls
+from tokentape.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
-class GenerateClient:
-    """Our gRPC, all streams of a process over one connection."""
 
-    def __init__(self, load: Load, channel: Any) -> None:
-        from tokentape.v1 import generation_pb2_grpc  # noqa: PLC0415 - peers' environments have it not
+class GrpcClient(ABC):
+    """A method that answers with a stream, all streams of a process over one connection."""
 
-        self._load = load
-        self._generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
+    name = "Generate"
+
+    def __init__(self, load: Load, shared: Any) -> None:
+        self.load = load
+        self._method = self.method(shared)
 
     @staticmethod
     def shared(load: Load) -> Any:
-        from tokentape.channel import dial  # noqa: PLC0415
-
         return dial(load.address)
 
-    async def request(self, prompt: list[int], readings: Readings) -> None:
-        from tokentape.v1 import generation_pb2, types_pb2  # noqa: PLC0415
+    @abstractmethod
+    def method(self, channel: Any) -> Any:
+        """Return what takes a request and returns its responses."""
 
-        sampling = types_pb2.SamplingParameters(max_tokens=self._load.new_tokens, ignore_eos=True, temperature=1.0)
-        request = generation_pb2.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
+    @abstractmethod
+    def ask(self, prompt: list[int]) -> Any:
+        """Return the request."""
+
+    @abstractmethod
+    def count(self, response: Any) -> int:
+        """Return how many tokens a response has log-probabilities for."""
+
+    async def request(self, prompt: list[int], readings: Readings) -> None:
+        request = self.ask(prompt)
         arrivals: list[float] = []
         tokens, sent = 0, time.monotonic()
-        async for response in self._generate(request):
-            delta = response.delta
-            if delta.token_ids:
+        async for response in self._method(request):
+            if counted := self.count(response):
                 arrivals.append(time.monotonic())
-                tokens += len(delta.logprobs)
-        if tokens != self._load.new_tokens:
-            raise RuntimeError(f"Generate: {tokens} tokens of {self._load.new_tokens}")
-        readings.request(sent, arrivals, tokens)
+                tokens += counted
+        readings.request(self.name, sent, arrivals, tokens, self.load.new_tokens)
+
+
+class GenerateClient(GrpcClient):
+    """Our gRPC, a call a stream."""
+
+    def method(self, channel: Any) -> Any:
+        return generation_pb2_grpc.GenerationServiceStub(channel).Generate
+
+    def ask(self, prompt: list[int]) -> generation_pb2.GenerateRequest:
+        return call_of(prompt, self.load.new_tokens)
+
+    def count(self, response: generation_pb2.GenerateResponse) -> int:
+        return len(response.delta.logprobs)
 
 
 class GenerateManyClient:
     """Our gRPC, all calls of a process on one stream."""
 
-    def __init__(self, load: Load, calls: Any) -> None:
+    def __init__(self, load: Load, shared: Any) -> None:
         self._load = load
-        self._calls = calls
+        self._calls: ManyCalls = shared
 
     @staticmethod
     def shared(load: Load) -> Any:
-        from tokentape.channel import dial  # noqa: PLC0415
-        from tokentape.many_calls import ManyCalls  # noqa: PLC0415
-
         return ManyCalls(dial(load.address))
 
     async def request(self, prompt: list[int], readings: Readings) -> None:
-        from tokentape.v1 import generation_pb2, types_pb2  # noqa: PLC0415
-
-        sampling = types_pb2.SamplingParameters(max_tokens=self._load.new_tokens, ignore_eos=True, temperature=1.0)
-        sent = time.monotonic()
-        call = self._calls.begin(generation_pb2.GenerateRequest(prompt_token_ids=prompt, sampling=sampling))
+        request = call_of(prompt, self._load.new_tokens)
         arrivals: list[float] = []
-        tokens = 0
+        tokens, sent = 0, time.monotonic()
+        call = self._calls.begin(request)
         while news := await call.read():
-            count = sum(len(run.logprobs) for run in news if hasattr(run, "logprobs"))
+            count = sum(len(run.logprobs) for run in news if isinstance(run, TokenRun))
             if count:
                 arrivals.append(time.monotonic())
                 tokens += count
-        if tokens != self._load.new_tokens:
-            raise RuntimeError(f"GenerateMany: {tokens} tokens of {self._load.new_tokens}")
-        readings.request(sent, arrivals, tokens)
+        readings.request("GenerateMany", sent, arrivals, tokens, self._load.new_tokens)
 
 
-class SmgClient:
-    """smg-grpc-servicer's gRPC, likewise."""
+def call_of(prompt: list[int], new_tokens: int) -> generation_pb2.GenerateRequest:
+    """Return a call of our gRPC."""
+    sampling = types_pb2.SamplingParameters(max_tokens=new_tokens, ignore_eos=True, temperature=1.0)
+    return generation_pb2.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
 
+
+class SmgClient(GrpcClient):
+    """smg-grpc-servicer's gRPC."""
+
+    name = "smg's Generate"
     streamed = True
 
-    def __init__(self, load: Load, channel: Any) -> None:
-        from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc  # noqa: PLC0415 - only in `site`
+    def __init__(self, load: Load, shared: Any) -> None:
+        super().__init__(load, shared)
+        self._of = _smg("vllm_engine_pb2")
 
-        self._load = load
-        self._messages = vllm_engine_pb2
-        self._generate = vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate
+    def method(self, channel: Any) -> Any:
+        return _smg("vllm_engine_pb2_grpc").VllmEngineStub(channel).Generate
 
-    @staticmethod
-    def shared(load: Load) -> Any:
-        from tokentape.channel import dial  # noqa: PLC0415
-
-        return dial(load.address)
-
-    async def request(self, prompt: list[int], readings: Readings) -> None:
-        of = self._messages
-        sampling = of.SamplingParams(
-            max_tokens=self._load.new_tokens, ignore_eos=True, temperature=1.0, top_p=1.0, logprobs=0, n=1
+    def ask(self, prompt: list[int]) -> Any:
+        sampling = self._of.SamplingParams(
+            max_tokens=self.load.new_tokens, ignore_eos=True, temperature=1.0, top_p=1.0, logprobs=0, n=1
         )
-        request = of.GenerateRequest(
+        return self._of.GenerateRequest(
             request_id=uuid.uuid4().hex,
-            tokenized=of.TokenizedInput(input_ids=prompt),
+            tokenized=self._of.TokenizedInput(input_ids=prompt),
             sampling_params=sampling,
             stream=self.streamed,
         )
-        arrivals: list[float] = []
-        tokens, sent = 0, time.monotonic()
-        async for response in self._generate(request):
-            part = response.chunk if self.streamed else response.complete
-            # Streamed, the last message repeats the last of the others.
-            if part.output_logprobs.token_logprobs:
-                arrivals.append(time.monotonic())
-                tokens += len(part.output_logprobs.token_logprobs)
-        if tokens != self._load.new_tokens:
-            raise RuntimeError(f"smg's Generate: {tokens} tokens of {self._load.new_tokens}")
-        readings.request(sent, arrivals, tokens)
+
+    def count(self, response: Any) -> int:
+        # Streamed, the last message repeats the last of the others.
+        part = response.chunk if self.streamed else response.complete
+        return len(part.output_logprobs.token_logprobs)
 
 
 class WholeSmg(SmgClient):
     streamed = False
+
+
+def _smg(name: str) -> Any:
+    # Only in the `site` of a load.
+    return import_module(f"smg_grpc_proto.generated.{name}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -21,12 +22,17 @@ class HttpClient:
     path = "/v1/completions"
     streamed = True
 
-    def __init__(self, load: Load, _shared: object) -> None:
+    def __init__(self, load: Load, shared: None) -> None:
+        del shared
         host, _, port = load.address.rpartition(":")
         self._host, self._port = host, int(port)
         self.load = load
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+
+    @staticmethod
+    def shared(load: Load) -> None:
+        """Each has a connection of its own."""
 
     async def request(self, prompt: list[int], readings: Readings) -> None:
         body = json.dumps({**self.body(prompt), "stream": self.streamed}).encode()
@@ -64,7 +70,8 @@ class HttpClient:
             body = await self._reader.readexactly(int(headers["content-length"]))
         else:
             body = b"".join([chunk async for chunk in self._chunks()])
-        self._take(sent, [time.monotonic()], self.count(msgspec.json.decode(body)), readings)
+        arrived = time.monotonic()
+        readings.request(self.path, sent, [arrived], self.count(msgspec.json.decode(body)), self.load.new_tokens)
 
     async def _read_stream(self, sent: float, readings: Readings) -> None:
         await self._head()
@@ -81,19 +88,14 @@ class HttpClient:
             if counted:
                 arrivals.append(now)
                 tokens += counted
-        self._take(sent, arrivals, tokens, readings)
+        readings.request(self.path, sent, arrivals, tokens, self.load.new_tokens)
 
-    async def _chunks(self) -> Any:
+    async def _chunks(self) -> AsyncGenerator[bytes]:
         reader = self._reader
         assert reader is not None
         while size := int(await reader.readuntil(b"\r\n"), 16):
             yield (await reader.readexactly(size + 2))[:-2]
         await reader.readexactly(2)
-
-    def _take(self, sent: float, arrivals: list[float], tokens: int, readings: Readings) -> None:
-        if tokens != self.load.new_tokens:
-            raise RuntimeError(f"{self.path}: {tokens} tokens with log-probabilities of {self.load.new_tokens}")
-        readings.request(sent, arrivals, tokens)
 
 
 class WholeCompletions(HttpClient):

@@ -10,15 +10,11 @@ Writes OUT/memory.json: bytes of a tape without a call, of the first call and a 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
-from bench.servers import Server, end_by_signals
-from bench.turns import open_tapes, sidecar_on_stand_in
+from bench import on_stand_in
+from bench.servers import Server
 
 from tokentape.channel import dial
 from tokentape.many_calls import ManyCalls
@@ -42,7 +38,7 @@ class Size:
 class Holding:
     """A sidecar that holds more and more."""
 
-    def __init__(self, server: Server, tapes: tape_pb2_grpc.TapeServiceStub, calls: ManyCalls) -> None:
+    def __init__(self, server: Server, tapes: tape_pb2_grpc.TapeServiceAsyncStub, calls: ManyCalls) -> None:
         self._server = server
         self._tapes = tapes
         self._calls = calls
@@ -50,7 +46,7 @@ class Holding:
     async def open(self, count: int) -> tuple[list[str], float]:
         """Open tapes; return their ids, and the bytes that came to the sidecar's memory for each."""
         before = self._server.memory_bytes()
-        ids = await open_tapes(self._tapes, count)
+        ids = await on_stand_in.open_tapes(self._tapes, count)
         return ids, (await self._settled() - before) / count
 
     async def call(self, tape_ids: list[str], calls: int, tokens: int) -> float:
@@ -75,7 +71,7 @@ class Holding:
         return self._server.memory_bytes()
 
 
-async def measure(holding: Holding, size: Size) -> dict[str, float]:
+async def held_by(holding: Holding, size: Size) -> dict[str, float]:
     """Return the bytes of each kind. Few tapes or tokens give noise, for memory comes in pages and arenas."""
     warm, _ = await holding.open(max(1, size.tapes // 5))
     await holding.call(warm, size.calls, size.tokens)
@@ -92,39 +88,25 @@ async def measure(holding: Holding, size: Size) -> dict[str, float]:
     }
 
 
-async def run(options: argparse.Namespace) -> dict[str, float]:
-    size = Size(options.tapes, options.calls, options.tokens)
-    starting = sidecar_on_stand_in(options, "memory-sidecar")
-    sidecar = await asyncio.to_thread(starting.__enter__)
-    try:
-        async with dial(sidecar.address) as channel:
-            calls = ManyCalls(channel)
-            try:
-                return await measure(Holding(sidecar, tape_pb2_grpc.TapeServiceStub(channel), calls), size)
-            finally:
-                await calls.close()
-    finally:
-        await asyncio.to_thread(starting.__exit__, *sys.exc_info())
+async def measured(size: Size, sidecar: Server) -> dict[str, float]:
+    async with dial(sidecar.address) as channel:
+        calls = ManyCalls(channel)
+        try:
+            held = await held_by(Holding(sidecar, tape_pb2_grpc.TapeServiceStub(channel), calls), size)
+        finally:
+            await calls.close()
+    print(held, flush=True)
+    return held | asdict(size)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = on_stand_in.parser("memory", __doc__)
     parser.add_argument("--tapes", type=int, default=1000)
     parser.add_argument("--calls", type=int, default=10, help="of a tape")
     parser.add_argument("--tokens", type=int, default=200, help="sampled in a long call")
-    parser.add_argument("--model", type=Path, default=Path(".cache/SmolLM2-135M-Instruct"))
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
-    end_by_signals()
-    options.out = options.out.resolve()
-    options.out.mkdir(parents=True, exist_ok=True)
-    results: Path = options.out / "memory.json"
-    results.unlink(missing_ok=True)
-    held = asyncio.run(run(options))
-    print(held, flush=True)
-    results.write_text(json.dumps(held | {"tapes": options.tapes, "calls": options.calls, "tokens": options.tokens}))
+    size = Size(options.tapes, options.calls, options.tokens)
+    on_stand_in.measure("memory", options, lambda sidecar: measured(size, sidecar))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class PushingCore:
 
     def step(self) -> EngineCoreOutputs:
         """Sample a token for every request."""
-        outputs = []
+        outputs: list[EngineCoreOutput] = []
         for request_id, left in self._left.items():
             token_id, rows = next(self._sampled)
             outputs.append(
@@ -146,7 +146,8 @@ def serve(server: str, pace: float, arguments: list[str]) -> None:
     """Run a server as its own command line would, but for the core."""
     from vllm.v1.engine.core_client import EngineCoreClient  # noqa: PLC0415
 
-    EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: PushingCore(pace))
+    client: Any = EngineCoreClient
+    client.make_async_mp_client = staticmethod(lambda *_, **__: PushingCore(pace))
     sys.argv = [server, *arguments]
     match server:
         case "sidecar":
@@ -161,6 +162,8 @@ def serve(server: str, pace: float, arguments: list[str]) -> None:
             from vllm.entrypoints.launchers import grpc_server  # noqa: PLC0415
 
             grpc_server.main()
+        case _:
+            raise ValueError(server)
 
 
 def main() -> None:

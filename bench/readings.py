@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,16 +34,18 @@ class Readings:
     ended: float = 0.0
     tokens: int = 0
     bytes_received: int = 0
-    first: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list[float])
     """From sending the request to its first token, for each."""
-    gaps: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list[float])
     """Between one arrival of tokens and the next of the same request."""
     messages: int = 0
-    rates: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list[float])
     """Tokens a second of each request, from its first arrival to its last."""
 
-    def request(self, sent: float, arrivals: list[float], tokens: int) -> None:
-        """Take one request's arrivals."""
+    def request(self, server: str, sent: float, arrivals: list[float], tokens: int, asked: int) -> None:
+        """Take one request's arrivals. Raises RuntimeError where it has not as many tokens as were asked for."""
+        if tokens != asked:
+            raise RuntimeError(f"{server}: {tokens} tokens with log-probabilities of {asked}")
         self.tokens += tokens
         self.messages += len(arrivals)
         self.first.append(arrivals[0] - sent)
@@ -87,6 +89,13 @@ class Readings:
 
 class Client(Protocol):
     """One stream after the other, over a connection of its own or a shared one."""
+
+    def __init__(self, load: Load, shared: Any) -> None: ...
+
+    @staticmethod
+    def shared(load: Load) -> Any:
+        """Return what all clients of a process share."""
+        ...
 
     async def request(self, prompt: list[int], readings: Readings) -> None:
         """Ask once, and read the answer to its end."""

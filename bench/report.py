@@ -15,6 +15,7 @@ from typing import Any
 
 from bench import plots
 from bench.compared import Compared, asked, comparison
+from bench.tables import table
 
 _BEGIN, _END = "<!-- bench: begin -->\n", "<!-- bench: end -->\n"
 
@@ -23,17 +24,14 @@ Rows = list[dict[str, Any]]
 
 def turns_table(turns: Rows, numbers: list[int]) -> str:
     """Return what the turns of those numbers cost, in Markdown; each the mean of four turns."""
-    lines = [
-        "| turn | history, tokens | sidecar CPU, ms | bridge CPU, ms | gRPC bytes | HTTP bytes |",
-        "|---:" * 6 + "|",
-    ]
+    heads = ["turn", "history, tokens", "sidecar CPU, ms", "bridge CPU, ms", "gRPC bytes", "HTTP bytes"]
     shown = [(str(number), around(turns, number)) for number in numbers if number <= len(turns)]
-    lines += [_turn_line(number, cost) for number, cost in shown]
+    rows = [_turn_cells(number, cost) for number, cost in shown]
     if len(shown) > 1:
         (first, before), (last, after) = shown[0], shown[-1]
         ratios = [f"{late / early:.2f}" for early, late in zip(before, after, strict=True)]
-        lines.append(f"| {last} / {first} | " + " | ".join(ratios) + " |")
-    return "\n".join(lines)
+        rows.append([f"{last} / {first}", *ratios])
+    return table(heads, rows, names=0)
 
 
 def around(turns: Rows, number: int) -> tuple[float, ...]:
@@ -45,23 +43,20 @@ def around(turns: Rows, number: int) -> tuple[float, ...]:
     return mean["history_tokens"], mean["sidecar_cpu_ms"], mean["bridge_cpu_ms"], grpc, mean["http_bytes"]
 
 
-def _turn_line(number: str, cost: tuple[float, ...]) -> str:
+def _turn_cells(number: str, cost: tuple[float, ...]) -> list[str]:
     history, sidecar, bridge, grpc, http = cost
-    return f"| {number} | {history:,.0f} | {sidecar:.1f} | {bridge:.1f} | {grpc:,.0f} | {http:,.0f} |"
+    return [number, f"{history:,.0f}", f"{sidecar:.1f}", f"{bridge:.1f}", f"{grpc:,.0f}", f"{http:,.0f}"]
 
 
 def memory_table(held: dict[str, float]) -> str:
     """Return what the sidecar's memory holds, in Markdown."""
-    return "\n".join(
-        [
-            "| in the sidecar's memory | bytes |",
-            "|---|---:|",
-            f"| a tape without a call | {held['bytes_per_empty_tape']:,.0f} |",
-            f"| its first call, of one token | {held['bytes_per_first_call']:,.0f} |",
-            f"| a later call, of one token | {held['bytes_per_later_call']:,.0f} |",
-            f"| a token more, with its log-probability | {held['bytes_per_token']:.1f} |",
-        ]
-    )
+    rows = [
+        ("a tape without a call", f"{held['bytes_per_empty_tape']:,.0f}"),
+        ("its first call, of one token", f"{held['bytes_per_first_call']:,.0f}"),
+        ("a later call, of one token", f"{held['bytes_per_later_call']:,.0f}"),
+        ("a token more, with its log-probability", f"{held['bytes_per_token']:.1f}"),
+    ]
+    return table(["in the sidecar's memory", "bytes"], rows)
 
 
 def about(said: dict[str, Any]) -> str:

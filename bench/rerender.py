@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench.tables import table
 from tests.support import tool_rollouts
 from tests.support.rerender import Drift, compare, conversation, repeated, rerender
 
@@ -133,7 +134,7 @@ def rerendered(rollouts: Sequence[Rollout], model: Path) -> list[Drift]:
     return drifts
 
 
-def table(continued: Column, off: Column, again: Column) -> str:
+def compared(continued: Column, off: Column, again: Column) -> str:
     """Return the comparison in Markdown."""
     columns = (continued, off, again)
     rows = {
@@ -148,9 +149,8 @@ def table(continued: Column, off: Column, again: Column) -> str:
         "sampled tokens that are missing": [column.missing for column in columns],
         "tokens trained on that were never sampled": [column.invented for column in columns],
     }
-    lines = ["| | tokentape | continuation off | re-rendered |", "|---|---:|---:|---:|"]
-    lines += [f"| {name} | " + " | ".join(f"{value:,}" for value in values) + " |" for name, values in rows.items()]
-    return "\n".join(lines)
+    cells = [[name, *(f"{value:,}" for value in values)] for name, values in rows.items()]
+    return table(["", "tokentape", "continuation off", "re-rendered"], cells)
 
 
 async def bench(model_directory: Path, logs: Path) -> None:
@@ -178,7 +178,7 @@ async def bench(model_directory: Path, logs: Path) -> None:
     print(
         f"re-renders that differ from what was sampled: {sum(not drift.exact for drift in drifts)} of {len(drifts)}\n"
     )
-    print(table(Column.of_tapes(continued), Column.of_tapes(off), Column.of_drifts(drifts)))
+    print(compared(Column.of_tapes(continued), Column.of_tapes(off), Column.of_drifts(drifts)))
 
 
 def main() -> None:

@@ -7,12 +7,11 @@ does not know.
 
 from __future__ import annotations
 
-import time
 import uuid
 from functools import cache
 from typing import Any
 
-from bench.readings import Load, Readings
+from bench.grpc_clients import GrpcClient
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _Field = descriptor_pb2.FieldDescriptorProto
@@ -71,40 +70,28 @@ def _add_field(message: descriptor_pb2.DescriptorProto, name: str, number: int, 
         message.oneof_decl.add(name=f"_{name}")
 
 
-class RustGrpcClient:
-    """`vllm.Inference/GenerateStream`, all streams of a process over one connection."""
+class RustGrpcClient(GrpcClient):
+    """`vllm.Inference/GenerateStream`."""
 
-    def __init__(self, load: Load, channel: Any) -> None:
-        self._load = load
-        self._of = messages()
-        self._generate = channel.unary_stream(
+    name = "GenerateStream"
+
+    def method(self, channel: Any) -> Any:
+        return channel.unary_stream(
             "/vllm.Inference/GenerateStream",
-            request_serializer=self._of["GenerateRequest"].SerializeToString,
-            response_deserializer=self._of["GenerateResponse"].FromString,
+            request_serializer=messages()["GenerateRequest"].SerializeToString,
+            response_deserializer=messages()["GenerateResponse"].FromString,
         )
 
-    @staticmethod
-    def shared(load: Load) -> Any:
-        from tokentape.channel import dial  # noqa: PLC0415
-
-        return dial(load.address)
-
-    async def request(self, prompt: list[int], readings: Readings) -> None:
-        of = self._of
-        request = of["GenerateRequest"](
+    def ask(self, prompt: list[int]) -> Any:
+        of = messages()
+        return of["GenerateRequest"](
             request_id=uuid.uuid4().hex,
-            model=self._load.model,
+            model=self.load.model,
             token_ids=of["TokenIds"](ids=prompt),
             temperature=1.0,
-            stopping=of["StoppingCriteria"](max_new_tokens=self._load.new_tokens, ignore_eos=True),
+            stopping=of["StoppingCriteria"](max_new_tokens=self.load.new_tokens, ignore_eos=True),
             response=of["ResponseOptions"](output_text=False, output_token_ids=True, output_logprobs=True),
         )
-        arrivals: list[float] = []
-        tokens, sent = 0, time.monotonic()
-        async for response in self._generate(request):
-            if response.outputs.logprobs:
-                arrivals.append(time.monotonic())
-                tokens += len(response.outputs.logprobs)
-        if tokens != self._load.new_tokens:
-            raise RuntimeError(f"GenerateStream: {tokens} tokens of {self._load.new_tokens}")
-        readings.request(sent, arrivals, tokens)
+
+    def count(self, response: Any) -> int:
+        return len(response.outputs.logprobs)

@@ -8,6 +8,7 @@ The script asks for the version of a distribution named `vllm`; the CPU build's 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -19,7 +20,7 @@ def main() -> None:
     parser = FlexibleArgumentParser(prog="python -m bench.serve")
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(dest="subparser"))
-    arguments = parser.parse_args(["serve", *sys.argv[1:]])
+    arguments: Any = parser.parse_args(["serve", *sys.argv[1:]])
     command.validate(arguments)
     command.cmd(arguments)
 

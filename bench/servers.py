@@ -76,6 +76,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def console(name: str) -> list[str]:
+    """Return the command that runs one of tokentape's."""
+    return [sys.executable, "-P", "-c", f"from tokentape.console import {name}; {name}()"]
+
+
 @contextmanager
 def serving(
     name: str,
@@ -106,12 +111,34 @@ def serving(
 
 
 @contextmanager
+def sidecar_by(
+    launcher: Sequence[str],
+    *,
+    name: str,
+    model: Path,
+    out: Path,
+    engine: Sequence[str],
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Generator[Server]:
+    """Run the sidecar `main` of a model named `bench`: `launcher` runs it, and its engine has the options `engine`."""
+    ready = out / f"{name}.ready"
+    ready.unlink(missing_ok=True)
+    command = [
+        *(*launcher, "--model", str(model), "--served-model-name", "bench", "--name", "main"),
+        *("--listen", "127.0.0.1:0", "--ready-file", str(ready), "--grace-seconds", "1", *options, "--", *engine),
+    ]
+    with serving(name, command, logs=out / "logs", environment=environment, ready_file=ready) as server:
+        yield server
+
+
+@contextmanager
 def bridge_to(sidecar: str, *, name: str, out: Path, options: Sequence[str] = ()) -> Generator[Server]:
     """Run a `tokentape-bridge` in front of the sidecar `main` at `sidecar`; it knows the sidecar when it is ready."""
     ready = out / f"{name}.ready"
     ready.unlink(missing_ok=True)
     command = [
-        *(sys.executable, "-P", "-c", "from tokentape.console import bridge; bridge()"),
+        *console("bridge"),
         *("--sidecar", f"main={sidecar}", "--listen", "127.0.0.1:0", "--ready-file", str(ready), *options),
     ]
     with serving(name, command, logs=out / "logs", ready_file=ready, health_path="/health") as server:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import grpc
 from bench.soak_script import Script, Soaked
@@ -33,6 +34,13 @@ class Sampled:
     def take(self, token_ids: list[int], logprobs: list[float]) -> None:
         self.token_ids += token_ids
         self.logprobs += logprobs
+
+
+class Ended(TypedDict):
+    """A tape that its reader ends."""
+
+    tape_id: str
+    reader_token: str
 
 
 @dataclass(slots=True)
@@ -138,7 +146,7 @@ class _Rollout:
         self._check()
 
     async def _end(self, following: asyncio.Task[None]) -> None:
-        ended = {"tape_id": self._tape_id, "reader_token": self._reader_token}
+        ended = Ended(tape_id=self._tape_id, reader_token=self._reader_token)
         if self._chance.random() < 0.9:
             await self._tapes.SealTape(tape_pb2.SealTapeRequest(**ended))
             self._counts["tapes sealed"] += 1

@@ -14,20 +14,18 @@ import asyncio
 import contextlib
 import json
 import random
-import secrets
-import sys
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
+from bench import on_stand_in
 from bench.http_clients import WORDS
-from bench.servers import Server, bridge_to, end_by_signals, serving
+from bench.servers import Server, bridge_to
 
 from tokentape.channel import dial
-from tokentape.v1 import tape_pb2, tape_pb2_grpc
+from tokentape.v1 import tape_pb2_grpc
 
 _SHOWN_TURNS = (2, 16, 64, 128)
 _JSON = {"Content-Type": "application/json"}
@@ -115,31 +113,10 @@ class Conversation:
         return said["usage"]["prompt_tokens"], len(content) + len(answer.content)
 
 
-@contextmanager
-def sidecar_on_stand_in(options: argparse.Namespace, name: str) -> Generator[Server]:
-    ready = options.out / f"{name}.ready"
-    ready.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "bench.pushing", "sidecar", "--model", str(options.model)),
-        *("--served-model-name", "bench", "--name", "main", "--listen", "127.0.0.1:0", "--ready-file", str(ready)),
-        *("--max-tapes", "100000", "--grace-seconds", "1"),
-        *("--", "--max-model-len", "8192", "--dtype", "bfloat16", "--max-num-seqs", "1024"),
-    ]
-    with serving(name, command, logs=options.out / "logs", ready_file=ready) as server:
-        yield server
-
-
-async def open_tapes(tapes: tape_pb2_grpc.TapeServiceStub, count: int) -> list[str]:
-    ids = [f"main.{secrets.token_hex(16)}" for _ in range(count)]
-    for tape_id in ids:
-        await tapes.OpenTape(tape_pb2.OpenTapeRequest(tape_id=tape_id), wait_for_ready=True)
-    return ids
-
-
 async def converse(options: argparse.Namespace, sidecar: Server) -> list[Turn]:
     relay = Relay(sidecar.address)
     async with relay.serve() as address, dial(sidecar.address) as channel:
-        tape_ids = await open_tapes(tape_pb2_grpc.TapeServiceStub(channel), options.conversations)
+        tape_ids = await on_stand_in.open_tapes(tape_pb2_grpc.TapeServiceStub(channel), options.conversations)
         starting = bridge_to(address, name="turns-bridge", out=options.out)
         bridge = await asyncio.to_thread(starting.__enter__)
         try:
@@ -175,37 +152,23 @@ async def one_turn(turn: int, conversations: list[Conversation], servers: tuple[
     )
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
-    starting = sidecar_on_stand_in(options, "turns-sidecar")
-    sidecar = await asyncio.to_thread(starting.__enter__)
-    try:
-        turns = await converse(options, sidecar)
-        print("\n".join(str(turn) for turn in turns if turn.turn in _SHOWN_TURNS), flush=True)
-        return {
-            "turns": [asdict(turn) for turn in turns],
-            "shown_turns": _SHOWN_TURNS,
-            "conversations": options.conversations,
-        }
-    finally:
-        await asyncio.to_thread(starting.__exit__, None, None, None)
+async def measured(options: argparse.Namespace, sidecar: Server) -> dict[str, Any]:
+    turns = await converse(options, sidecar)
+    print("\n".join(str(turn) for turn in turns if turn.turn in _SHOWN_TURNS), flush=True)
+    return {
+        "turns": [asdict(turn) for turn in turns],
+        "shown_turns": _SHOWN_TURNS,
+        "conversations": options.conversations,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.turns", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = on_stand_in.parser("turns", __doc__)
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=24, help="sampled in a turn")
-    parser.add_argument("--model", type=Path, default=Path(".cache/SmolLM2-135M-Instruct"))
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
-    end_by_signals()
-    options.out = options.out.resolve()
-    options.out.mkdir(parents=True, exist_ok=True)
-    results: Path = options.out / "turns.json"
-    results.unlink(missing_ok=True)
-    results.write_text(json.dumps(asyncio.run(run(options)), indent=1))
+    on_stand_in.measure("turns", options, lambda sidecar: measured(options, sidecar))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from tokentape_sidecar.engine import Model, Sampling
 from tokentape_sidecar.errors import ContextOverflow, InvalidArgument, LimitReached, NotFound
 from tokentape_sidecar.limits import MAX_FINGERPRINT_CHARACTERS, MAX_NAME_CHARACTERS, Limits
-from tokentape_sidecar.record import Origin, Parent
+from tokentape_sidecar.origin import Origin
+from tokentape_sidecar.record import Parent
 from tokentape_sidecar.tape import Tape
 from tokentape_sidecar.validation import check_length, check_lora, check_sampling, check_token_ids
 

@@ -12,7 +12,8 @@ from tokentape_sidecar.call_request import CallReference, CallRequest
 from tokentape_sidecar.choice_record import Completion, TokenRun
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Model, Sampling, StructuredOutput, TopLogprobs
 from tokentape_sidecar.errors import InvalidArgument
-from tokentape_sidecar.record import CallRecord, Origin, Parent, SplitCause
+from tokentape_sidecar.origin import Origin, SplitCause
+from tokentape_sidecar.record import CallRecord, Parent
 from tokentape_sidecar.tape import TapeLimits, TapePolicy
 
 _SCALARS = (

@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 from array import array
@@ -25,6 +24,7 @@ from tokentape_sidecar.broadcast import Broadcast
 from tokentape_sidecar.choice_record import ChoiceRecord, Completion
 from tokentape_sidecar.engine import UNVERSIONED, FinishReason, Sampling, TopLogprobs, Weights
 from tokentape_sidecar.errors import CallError, StaleWeights, TokentapeError
+from tokentape_sidecar.origin import Origin
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
@@ -36,35 +36,6 @@ class Parent:
     record: CallRecord
     choice: int
     offset: int
-
-
-class SplitCause(enum.Enum):
-    """Why a call has no parent; the same causes as `tokentape.v1.SplitCause`, whose numbers these are."""
-
-    UNSPECIFIED = 0
-    NEW_CONVERSATION = 1
-    HISTORY_EDITED = 2
-    ANSWER_INSERTED = 3
-    TOOLS_CHANGED = 4
-    TEMPLATE_ARGUMENTS_CHANGED = 5
-    SPECIAL_TOKEN_TEXT = 6
-    TEMPLATE_ERROR = 7
-    TEMPLATE_REWRITES_HISTORY = 8
-    TEMPLATE_STRIPS_REASONING = 9
-    TERMINATOR_DIFFERS = 10
-    MESSAGE_LOST = 11
-    PARENT_INCOMPLETE = 12
-    CONTINUATION_OFF = 13
-    LORA_CHANGED = 14
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a call's client said of the prompt. Opaque to the sidecar but for telling it on."""
-
-    anchor: str = ""
-    context_fingerprint: str = ""
-    split_cause: SplitCause = SplitCause.UNSPECIFIED
 
 
 _NO_ORIGIN = Origin()

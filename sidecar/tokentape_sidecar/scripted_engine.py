@@ -18,6 +18,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from typing_extensions import override
 
+from tokentape_sidecar.call_weights import CallWeights
 from tokentape_sidecar.driven_controls import DrivenControls
 from tokentape_sidecar.engine import (
     EngineCall,
@@ -33,7 +34,7 @@ from tokentape_sidecar.engine_controls import EngineControls
 from tokentape_sidecar.errors import CallError, InvalidArgument, NotFound
 from tokentape_sidecar.script import Script, ScriptedCall, ScriptError, Step
 from tokentape_sidecar.scripted_core import WEIGHTS_FILE, ScriptedCore, read_weights
-from tokentape_sidecar.weights import CallWeights, WeightObserver
+from tokentape_sidecar.weights import WeightObserver
 
 logger = logging.getLogger(__name__)
 

@@ -3,89 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 
 from support.certificates import secret_file
 from support.engines import ManualEngine
+from support.every_kind import SAMPLINGS, SCRIPT, by_generate, check_same
 from support.guarded import guarded_sidecar
+from support.many_client import calling, read, request
 from support.refusals import refused
-from support.scripted import Json, RunningSidecar, call, scripted_sidecar, sidecar_on, tokens
-from support.sidecar_client import Generated, SidecarClient, read_to_end
+from support.scripted import call, scripted_sidecar, sidecar_on, tokens
+from support.sidecar_client import SidecarClient
 from support.waiting import eventually
 from tokentape.access import Access
 from tokentape.channel import MAX_MESSAGE_BYTES, dial
 from tokentape.many_calls import ManyCalls
-from tokentape.running_call import RunningCall
 from tokentape.v1 import types_pb2
-from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse, GenerateRequest, GenerateResponse
 
-Sampling = types_pb2.SamplingParameters
 Status = grpc.StatusCode
-Started = GenerateManyResponse.CallStarted
-Finished = GenerateManyResponse.ChoiceFinished
-Ended = GenerateManyResponse.CallEnded
 
 ANSWER = call(tokens(10, 11, finish="stop"))
 
 
-def request(**fields: Any) -> GenerateRequest:
-    given: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], **fields}
-    return GenerateRequest(**given)
-
-
-@asynccontextmanager
-async def calling(running: RunningSidecar) -> AsyncGenerator[ManyCalls]:
-    many = ManyCalls(running.client.channel)
-    try:
-        yield many
-    finally:
-        await many.close()
-
-
-async def read(running_call: RunningCall) -> Generated:
-    return await read_to_end(running_call.events())
-
-
-def top_of(generated: Generated) -> list[tuple[list[int], list[float]]]:
-    return [(list(delta.top_logprobs.token_ids), list(delta.top_logprobs.logprobs)) for delta in generated.deltas]
-
-
 async def test_every_kind_of_call_gives_the_events_that_generate_does() -> None:
-    two = [tokens(10), tokens(20, choice=1), tokens(11, finish="stop"), tokens(21, choice=1, finish="length")]
-    versions = [tokens(10, weight_version="1"), tokens(11, 12, weight_version="2"), tokens(13, finish="stop")]
-    top = [tokens(10, 11, finish="stop", logprobs=[{"10": -0.5, "12": -0.25}, {"11": -0.75, "13": -2.0}])]
-    prompt: Json = {"prompt_logprobs": [{"2": -0.5}, {"3": -1.5, "9": -0.25}], "steps": [tokens(10, finish="stop")]}
-    calls = [call(*two), call(*versions), call(*top), prompt, call({"text": "one END two", "finish_reason": "stop"})]
-    samplings = [
-        Sampling(n=2),
-        Sampling(),
-        Sampling(top_logprobs=2),
-        Sampling(prompt_logprobs=1),
-        Sampling(stop=["END"]),
-    ]
-    async with scripted_sidecar(*calls) as running:
-        expected = [await running.client.generate(sampling=sampling) for sampling in samplings]
-    async with scripted_sidecar(*calls) as running, calling(running) as many:
-        for sampling, one in zip(samplings, expected, strict=True):
-            other = await read(many.begin(request(sampling=sampling)))
-            for choice in range(sampling.n or 1):
-                assert other.token_ids(choice) == one.token_ids(choice) != []
-                assert other.logprobs(choice) == one.logprobs(choice)
-                assert other.weight_versions(choice) == one.weight_versions(choice)
-            assert other.finished == one.finished
-            assert sum(map(len, (ids for ids, _ in top_of(other)))) == sum(map(len, (ids for ids, _ in top_of(one))))
-            assert [v for _, vs in top_of(other) for v in vs] == [v for _, vs in top_of(one) for v in vs]
-            other.started.call_id = one.started.call_id
-            assert other.started == one.started
+    expected = await by_generate()
+    async with scripted_sidecar(*SCRIPT) as running, calling(running) as many:
+        for sampling, one in zip(SAMPLINGS, expected, strict=True):
+            check_same(await read(many.begin(request(sampling=sampling))), one)
 
 
 async def test_many_whole_calls_at_once_have_their_own_tokens() -> None:
@@ -266,193 +215,3 @@ async def test_a_stream_that_is_refused_while_it_is_written_tells_why(tmp_path: 
                 with refused(Status.UNAUTHENTICATED, "wrong"):
                     await begun.whole()
             await many.close()
-
-
-Requests = AsyncIterator[GenerateManyRequest]
-Messages = AsyncGenerator[GenerateManyResponse]
-Answering = Callable[[Any, Requests], Messages]
-
-
-@asynccontextmanager
-async def answered_by(answering: Answering) -> AsyncGenerator[ManyCalls]:
-    """Calls to a server whose `GenerateMany` is `answering`, of the requests."""
-
-    async def generate_many(requests: Requests, context: Any) -> Messages:
-        async for message in answering(context, requests):
-            yield message
-
-    handler = grpc.stream_stream_rpc_method_handler(
-        generate_many,
-        request_deserializer=GenerateManyRequest.FromString,
-        response_serializer=GenerateManyResponse.SerializeToString,
-    )
-    server = grpc.aio.server()
-    service = grpc.method_handlers_generic_handler("tokentape.v1.GenerationService", {"GenerateMany": handler})
-    server.add_generic_rpc_handlers((service,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    channel = dial(f"127.0.0.1:{port}")
-    many = ManyCalls(channel)
-    try:
-        yield many
-    finally:
-        await many.close()
-        await channel.close()
-        await server.stop(None)
-
-
-def started(key: int) -> Started:
-    return Started(key=key, started=GenerateResponse.Started(call_id=f"call-{key}", prompt_token_count=3))
-
-
-def finished(key: int, count: int, choice: int = 0) -> Finished:
-    completion = types_pb2.Completion(choice=choice, finish_reason=types_pb2.FINISH_REASON_STOP, token_count=count)
-    return Finished(key=key, completion=completion)
-
-
-ONE = GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-0.5])
-NAN_TOP = types_pb2.TopLogprobs(k=1, token_ids=[1], logprobs=[math.nan])
-TOP = types_pb2.TopLogprobs(k=2, token_ids=[1, 2, 3], logprobs=[-1, -1, -1])
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        GenerateManyResponse(keys=[9], token_ids=[7], logprobs=[-0.5]),
-        GenerateManyResponse(keys=[9], choices=[1], token_ids=[7], logprobs=[-0.5]),
-        GenerateManyResponse(keys=[0, 0], token_ids=[7], logprobs=[-0.5]),
-        GenerateManyResponse(keys=[0], token_ids=[7, 8], logprobs=[-0.5, -0.5]),
-        GenerateManyResponse(token_ids=[7], logprobs=[-0.5]),
-        GenerateManyResponse(keys=[0], token_ids=[7]),
-        GenerateManyResponse(keys=[0], token_counts=[3], token_ids=[7, 8], logprobs=[-0.5, -0.5]),
-        GenerateManyResponse(keys=[0, 0], token_counts=[2, 0], token_ids=[7, 8], logprobs=[-0.5, -0.5]),
-        GenerateManyResponse(keys=[0], choices=[0, 1], token_ids=[7], logprobs=[-0.5]),
-        GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-0.5], top_logprobs=TOP),
-        GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[math.nan]),
-        GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-math.inf]),
-        GenerateManyResponse(keys=[0], token_ids=[7], logprobs=[-0.5], top_logprobs=NAN_TOP),
-        GenerateManyResponse(started=[started(0)]),
-        GenerateManyResponse(started=[started(9)]),
-        GenerateManyResponse(finished=[finished(0, 2)]),
-        GenerateManyResponse(finished=[finished(0, 1), finished(0, 1)]),
-        GenerateManyResponse(finished=[finished(9, 0)]),
-        GenerateManyResponse(ended=[Ended(key=9)]),
-    ],
-)
-async def test_a_stream_that_breaks_the_contract_ends_its_calls_and_the_next_call_has_another(
-    message: GenerateManyResponse,
-) -> None:
-    streams = 0
-
-    async def answering(_context: Any, requests: Requests) -> Messages:
-        nonlocal streams
-        streams += 1
-        await anext(requests)
-        yield GenerateManyResponse(started=[started(0)])
-        yield ONE
-        if streams == 1:
-            yield message
-        else:
-            yield GenerateManyResponse(finished=[finished(0, 1)], ended=[Ended(key=0)])
-
-    async with answered_by(answering) as many:
-        with refused(Status.INTERNAL, "contract of GenerateMany"):
-            await many.begin(request()).whole()
-        good = many.begin(request())
-        await good.whole()
-        assert list(good.first.token_ids) == [7]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [GenerateManyResponse(ended=[Ended(key=0)])],
-        [GenerateManyResponse(started=[started(0)]), ONE, GenerateManyResponse(ended=[Ended(key=0)])],
-        [
-            GenerateManyResponse(started=[started(0)]),
-            ONE,
-            GenerateManyResponse(finished=[finished(0, 1)]),
-            ONE,
-            GenerateManyResponse(ended=[Ended(key=0)]),
-        ],
-    ],
-)
-@pytest.mark.parametrize("whole", [True, False])
-async def test_a_call_that_ends_well_before_it_is_whole_is_an_error(
-    messages: list[GenerateManyResponse], *, whole: bool
-) -> None:
-    async def answering(_context: Any, requests: Requests) -> Messages:
-        await anext(requests)
-        for message in messages:
-            yield message
-        await anext(requests)
-
-    async with answered_by(answering) as many:
-        broken = many.begin(request())
-        with refused(Status.INTERNAL, "contract of GenerateMany"):
-            await (broken.whole() if whole else read(broken))
-
-
-async def test_a_stream_that_fails_ends_its_calls_with_its_status() -> None:
-    async def answering(context: Any, requests: Requests) -> Messages:
-        await anext(requests)
-        yield GenerateManyResponse(started=[started(0)])
-        await context.abort(Status.RESOURCE_EXHAUSTED, "too much")
-
-    async with answered_by(answering) as many:
-        for each in [many.begin(request()), many.begin(request())]:
-            with refused(Status.RESOURCE_EXHAUSTED, "too much"):
-                await each.whole()
-
-
-async def test_a_stream_that_ends_before_its_calls_is_an_error_of_theirs() -> None:
-    async def answering(_context: Any, requests: Requests) -> Messages:
-        await anext(requests)
-        yield GenerateManyResponse(started=[started(0)])
-
-    async with answered_by(answering) as many:
-        with refused(Status.INTERNAL, "before the calls on it"):
-            await many.begin(request()).whole()
-
-
-async def test_a_call_ends_in_time_where_the_sidecar_is_silent() -> None:
-    seen: list[GenerateManyRequest] = []
-
-    async def answering(_context: Any, requests: Requests) -> Messages:
-        async for each in requests:
-            seen.append(each)  # noqa: PERF401 - as they come
-        yield GenerateManyResponse()
-
-    async with answered_by(answering) as many:
-        late = many.begin(request(), timeout=0.2)
-        with refused(Status.DEADLINE_EXCEEDED, "timeout"):
-            await read(late)
-        await eventually(lambda: len(seen) == 2)
-    assert [begin.key for begin in seen[0].begin] == list(seen[1].leave)
-
-
-async def test_what_comes_with_a_call_is_sent_and_what_begins_together_goes_together() -> None:
-    seen: list[GenerateManyRequest] = []
-
-    async def answering(_context: Any, requests: Requests) -> Messages:
-        async for each in requests:
-            seen.append(each)
-            ended = [Ended(key=begin.key, code=Status.ABORTED.value[0], message="no") for begin in each.begin]
-            yield GenerateManyResponse(ended=ended)
-
-    async with answered_by(answering) as many:
-        metadata = (("x-request-id", "abc"), ("traceparent", "00-1-2-01"))
-        calls = [many.begin(request(tape_id="t"), timeout=2.25, metadata=metadata), many.begin(request())]
-        # Never sent: leaving goes before beginning in a message.
-        many.begin(request()).leave()
-        large = [many.begin(request(anchor="x" * 700_000)) for _ in range(3)]
-        for each in (*calls, *large):
-            with refused(Status.ABORTED, "no"):
-                await each.whole()
-    first, second = seen[0].begin[:2]
-    assert (first.request, second.request) == (request(tape_id="t"), request())
-    assert first.timeout.ToNanoseconds() == 2_250_000_000
-    assert dict(first.metadata) == dict(metadata)
-    assert not second.HasField("timeout")
-    assert [len(each.begin) for each in seen] == [3, 1, 1]
-    assert not any(each.leave for each in seen)

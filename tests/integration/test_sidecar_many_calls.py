@@ -10,11 +10,12 @@ import pytest
 
 from support.certificates import secret_file
 from support.engines import ManualEngine
+from support.every_kind import SAMPLINGS, SCRIPT, by_generate, check_same
 from support.guarded import guarded_sidecar
 from support.many import OK, Stream, begin, code_of, leave
 from support.refusals import refused
-from support.scripted import Json, call, scripted_sidecar, sidecar_on, tokens
-from support.sidecar_client import Generated, SidecarClient, sampled_on
+from support.scripted import call, scripted_sidecar, sidecar_on, tokens
+from support.sidecar_client import SidecarClient, sampled_on
 from support.waiting import eventually
 from tokentape.access import Access
 from tokentape.v1 import generation_pb2, types_pb2
@@ -28,50 +29,17 @@ STOP, ABORT = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORT
 ANSWER = call(tokens(10, 11, finish="stop"))
 
 
-def top_of(generated: Generated) -> list[tuple[int, list[int], list[float]]]:
-    tops = [delta.top_logprobs for delta in generated.deltas if delta.HasField("top_logprobs")]
-    return [(top.k, list(top.token_ids), list(top.logprobs)) for top in tops]
-
-
 async def test_every_kind_of_call_is_what_generate_makes_of_it() -> None:
-    maps = [{"2": -0.5}, {"3": -1.5, "9": -0.25}]
-    two = [tokens(10), tokens(20, choice=1), tokens(11, finish="stop"), tokens(21, choice=1, finish="length")]
-    versions = [tokens(10, weight_version="1"), tokens(11, 12, weight_version="2"), tokens(13, finish="stop")]
-    top = [tokens(10, 11, finish="stop", logprobs=[{"10": -0.5, "12": -0.25}, {"11": -0.75, "13": -2.0}])]
-    calls: list[Json] = [
-        call(*two),
-        call(*versions),
-        call(*top),
-        {"prompt_logprobs": maps, "steps": [tokens(10, finish="stop")]},
-        call({"text": "one END two", "finish_reason": "stop"}),
-    ]
-    samplings = [
-        Sampling(n=2),
-        Sampling(),
-        Sampling(top_logprobs=2),
-        Sampling(prompt_logprobs=1),
-        Sampling(stop=["END"]),
-    ]
-    async with scripted_sidecar(*calls) as running:
-        expected = [await running.client.generate(sampling=sampling) for sampling in samplings]
-    async with scripted_sidecar(*calls) as running:
+    expected = await by_generate()
+    async with scripted_sidecar(*SCRIPT) as running:
         stream = Stream(running.client)
-        # One after the other: the script answers in the order of arrival.
-        for key, sampling in enumerate(samplings):
+        for key, sampling in enumerate(SAMPLINGS):
             stream.send(begin(key, sampling=sampling))
             await eventually(lambda key=key: key in stream.calls.ended)
         many = await stream.rest()
-    assert many.ended == dict.fromkeys(range(len(samplings)), OK)
+    assert many.ended == dict.fromkeys(range(len(SAMPLINGS)), OK)
     for key, one in enumerate(expected):
-        other = many.generated[key]
-        for choice in range(samplings[key].n or 1):
-            assert other.token_ids(choice) == one.token_ids(choice) != []
-            assert other.logprobs(choice) == one.logprobs(choice)
-            assert other.weight_versions(choice) == one.weight_versions(choice)
-        assert other.finished == one.finished
-        assert top_of(other) == top_of(one)
-        other.started.call_id = one.started.call_id
-        assert other.started == one.started
+        check_same(many.generated[key], one)
 
 
 async def test_a_step_of_many_calls_is_one_message() -> None:
@@ -134,8 +102,7 @@ async def test_a_wrong_call_ends_alone_with_its_own_status(
         stream = Stream(running.client)
         stream.send(begin(7, **request_), begin(8))  # pyright: ignore[reportArgumentType] - of many types
         calls = await stream.rest()
-    code, message = calls.ended[7]
-    assert (code, words in message) == (code_of(status), True), message
+    calls.check_refused(7, status, words)
     assert 7 not in calls.generated
     assert (calls.ended[8], calls.generated[8].token_ids()) == (OK, [10, 11])
 
@@ -146,8 +113,7 @@ async def test_a_call_that_the_engine_fails_ends_alone() -> None:
         stream = Stream(running.client)
         stream.send(begin(1), begin(2))
         calls = await stream.rest()
-    code, message = calls.ended[1]
-    assert (code, "log-probability" in message) == (code_of(Status.INTERNAL), True)
+    calls.check_refused(1, Status.INTERNAL, "log-probability")
     assert (calls.ended[2], calls.generated[2].token_ids()) == (OK, [10, 11])
 
 
@@ -298,8 +264,7 @@ async def test_a_token_that_is_taken_back_begins_no_more_calls_and_ends_none(tmp
         await eventually(lambda: 2 in stream.calls.ended)
         engine.finish(engine.submitted[0].call_id, 5)
         calls = await stream.rest()
-    code, message = calls.ended[2]
-    assert (code, "open another" in message) == (code_of(Status.UNAUTHENTICATED), True)
+    calls.check_refused(2, Status.UNAUTHENTICATED, "open another")
     assert (calls.ended[1], calls.generated[1].token_ids()) == (OK, [5])
     assert len(engine.submitted) == 1
 
@@ -318,7 +283,6 @@ async def test_a_stop_lets_running_calls_finish_and_refuses_new_ones_D11() -> No
         await eventually(lambda: 1 in stream.calls.ended)
         await stopping
         await stream.leave()
-    code, message = stream.calls.ended[2]
-    assert (code, "shutting down" in message) == (code_of(Status.UNAVAILABLE), True)
+    stream.calls.check_refused(2, Status.UNAVAILABLE, "shutting down")
     assert (stream.calls.ended[1], stream.calls.generated[1].token_ids()) == (OK, [5])
     assert stream.calls.generated[1].finish_reason() == STOP

@@ -41,6 +41,11 @@ class Calls:
             assert ended.key not in self.ended, "a call ended twice"
             self.ended[ended.key] = ended.code, ended.message
 
+    def check_refused(self, key: int, status: grpc.StatusCode, words: str) -> None:
+        """Assert that a call ended with a status whose message has these words."""
+        code, message = self.ended[key]
+        assert (code, words in message) == (code_of(status), True), message
+
     def _event(self, key: int, event: GenerateResponse) -> None:
         assert key not in self.ended, "more of a call that has ended"
         self.generated[key].take(event)

@@ -10,7 +10,8 @@ from opentelemetry.trace import SpanKind
 from tokentape import tracing
 from tokentape_sidecar.engine import FinishReason, Sampling
 from tokentape_sidecar.errors import EngineDead, LimitReached
-from tokentape_sidecar.record import CallRecord, Origin, Parent, SplitCause
+from tokentape_sidecar.origin import Origin, SplitCause
+from tokentape_sidecar.record import CallRecord, Parent
 from tokentape_sidecar.statistics import CallStatistics, Distribution, outcome_of
 
 STOP, LENGTH, ABORT, REPETITION = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.REPETITION

@@ -11,7 +11,7 @@ from tokentape_sidecar.call_request import CallReference, CallRequest
 from tokentape_sidecar.choice_record import Completion
 from tokentape_sidecar.engine import FinishReason, LogprobsMode, Sampling
 from tokentape_sidecar.errors import InvalidArgument
-from tokentape_sidecar.record import Origin, SplitCause
+from tokentape_sidecar.origin import Origin, SplitCause
 from tokentape_sidecar.tape import TapeLimits
 
 ALL_FIELDS = types_pb2.SamplingParameters(

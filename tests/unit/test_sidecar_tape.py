@@ -21,7 +21,8 @@ from tokentape_sidecar.errors import (
     SequenceOutOfRange,
     TapeSealed,
 )
-from tokentape_sidecar.record import CallRecord, Origin, Parent, SplitCause
+from tokentape_sidecar.origin import Origin, SplitCause
+from tokentape_sidecar.record import CallRecord, Parent
 from tokentape_sidecar.tape import Tape, TapeLimits, TapePolicy, sidecar_name_of
 
 ALL = 2**32

@@ -36,11 +36,12 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
+from tokentape_sidecar.call_weights import CallWeights
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
 from tokentape_sidecar.errors import CallError, EngineDead
 from tokentape_sidecar.vllm_engine.step_decoder import StepDecoder
 from tokentape_sidecar.vllm_engine.versions import check_admission
-from tokentape_sidecar.weights import CallWeights, WeightObserver
+from tokentape_sidecar.weights import WeightObserver
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from tokentape_sidecar.call_weights import CallWeights
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
 from tokentape_sidecar.errors import CallError, EngineDead
-from tokentape_sidecar.weights import CallWeights, WeightObserver
+from tokentape_sidecar.weights import WeightObserver
 
 logger = logging.getLogger(__name__)
 
