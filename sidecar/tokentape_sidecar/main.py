@@ -53,7 +53,7 @@ async def _make_engine(settings: Settings) -> Engine:
         arguments=settings.vllm_arguments,
         otlp_traces_endpoint=settings.otlp_traces_endpoint,
     )
-    engine.freeze_environment()
+    engine.freeze_process()
     return engine
 
 
