@@ -11,38 +11,51 @@ import argparse
 import asyncio
 import json
 import time
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.readings import Readings, rounds, tokens_of
 
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-async def in_process(directory: str, streams: list[int], options: argparse.Namespace) -> None:
-    """Measure `AsyncLLM.generate` in this process; a line of JSON for each number of streams."""
-    from vllm import AsyncEngineArgs, SamplingParams  # noqa: PLC0415 - seconds
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+async def engine_of(directory: str, engine_options: Sequence[str]) -> AsyncLLM:
+    """Load an engine into this process, by vLLM's own options."""
+    from vllm import AsyncEngineArgs  # noqa: PLC0415 - seconds
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
     parsed: Any = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
-        ["--model", directory, *options.engine_options]
+        ["--model", directory, *engine_options]
     )
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed))
+
+
+async def generate(llm: AsyncLLM, prompt: list[int], new_tokens: int, readings: Readings) -> None:
+    """Ask the engine once, and read the answer to its end."""
+    from vllm import SamplingParams  # noqa: PLC0415
+    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+
+    params = SamplingParams(
+        max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    sent, tokens, arrivals = time.monotonic(), 0, list[float]()
+    async for output in llm.generate({"prompt_token_ids": prompt}, params, uuid.uuid4().hex):
+        arrivals.append(time.monotonic())
+        tokens += len(output.outputs[0].logprobs or ())
+    readings.request("AsyncLLM.generate", sent, arrivals, tokens, new_tokens)
+
+
+async def in_process(directory: str, streams: list[int], options: argparse.Namespace) -> None:
+    """Measure `AsyncLLM.generate` in this process; a line of JSON for each number of streams."""
+    llm = await engine_of(directory, options.engine_options)
 
     async def read(index: int, level: int, new_tokens: int, readings: Readings) -> None:
-        params = SamplingParams(
-            max_tokens=new_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
         prompt = [1000 + (index * 7919 + level * 104_729 + place * 31) % 39_000 for place in range(128)]
-        sent, tokens, arrivals = time.monotonic(), 0, list[float]()
-        async for output in llm.generate({"prompt_token_ids": prompt}, params, f"r{index}-{time.monotonic_ns()}"):
-            arrivals.append(time.monotonic())
-            tokens += len(output.outputs[0].logprobs or ())
-        readings.request("AsyncLLM.generate", sent, arrivals, tokens, new_tokens)
+        await generate(llm, prompt, new_tokens, readings)
 
     async def level(count: int, times: int, new_tokens: int) -> Readings:
         readings = Readings(began=time.monotonic())

@@ -63,13 +63,19 @@ class Readings:
             "tokens": self.tokens,
             "seconds": seconds,
             "tokens_per_second": self.tokens / seconds,
-            "first_token_ms_p50": float(np.percentile(self.first, 50)) * milliseconds,
+            **self.medians(),
             "first_token_ms_p99": float(np.percentile(self.first, 99)) * milliseconds,
-            "gap_ms_p50": float(np.percentile(gaps, 50)) * milliseconds,
             "gap_ms_p99": float(np.percentile(gaps, 99)) * milliseconds,
             "slowest_tokens_per_second": min(self.rates, default=0.0),
             "bytes_per_token": self.bytes_received / self.tokens,
             "tokens_per_message": self.tokens / self.messages,
+        }
+
+    def medians(self) -> dict[str, float]:
+        """Return the time to the first token, and between one arrival and the next, in ms."""
+        return {
+            "first_token_ms_p50": float(np.percentile(self.first, 50)) * 1e3,
+            "gap_ms_p50": float(np.percentile(self.gaps or [0.0], 50)) * 1e3,
         }
 
     @classmethod
