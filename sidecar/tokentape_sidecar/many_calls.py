@@ -65,6 +65,9 @@ class ManyCalls:
                 await taking
             for call in list(self._calls.values()):
                 self._stop(call, _LEFT)
+            for call in list(self._calls.values()):
+                # Its end was on its way.
+                self._forget(call, _LEFT[0])
 
     def note_change(self, call: _Call) -> None:
         """Note that there may be something new of a call that is not noted yet."""
@@ -73,15 +76,17 @@ class ManyCalls:
 
     def _news(self) -> Iterator[GenerateManyResponse]:
         changed, self._changed = self._changed, []
+        ended, self._ended = self._ended, []
         for call in changed:
             call.is_noted = False
-        yield from new_of([call.cursor for call in changed if call.cursor is not None])
-        for call in changed:
-            if call.cursor is not None and call.cursor.has_ended and self._calls.get(call.key) is call:
-                self._forget(call, outcome_of(call.cursor.record)[0])
-        if self._ended:
-            ended, self._ended = self._ended, []
+        if ended:
+            # First: the key of such a call may have another one, which has begun.
             yield GenerateManyResponse(ended=ended)
+        for message in new_of([call.cursor for call in changed if call.cursor is not None]):
+            for end in message.ended:
+                # Before it is sent: the client may begin another call under its key meanwhile.
+                self._forget_ended(self._calls[end.key])
+            yield message
 
     async def _take_all(self, requests: AsyncIterable[GenerateManyRequest]) -> None:
         try:
@@ -115,7 +120,9 @@ class ManyCalls:
             call.follow(record)
 
     def _stop(self, call: _Call, status: Status) -> None:
-        """End a call for the client, and at the engine."""
+        """End a call for the client, and at the engine; not one whose end is on its way."""
+        if call.cursor is not None and call.cursor.has_ended:
+            return
         self._drop(call, status)
         if call.cursor is not None:
             call.cursor.has_ended = True
@@ -127,6 +134,10 @@ class ManyCalls:
         self._forget(call, status[0])
         self._ended.append(end_of(call.key, *status))
         self._wake.set()
+
+    def _forget_ended(self, call: _Call) -> None:
+        assert call.cursor is not None, "whose record has not been read has not ended by it"
+        self._forget(call, outcome_of(call.cursor.record)[0])
 
     def _forget(self, call: _Call, code: grpc.StatusCode) -> None:
         del self._calls[call.key]

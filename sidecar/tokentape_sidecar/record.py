@@ -6,7 +6,8 @@ log-probabilities lie in flat arrays, so that a token costs 8 bytes and no objec
 
 Invariants:
 
-1. `len(logprobs) == len(token_ids)` in every choice, and every value is finite. What breaks this fails the call.
+1. `len(logprobs) == len(token_ids)` in every choice, and every value is finite; those of tokens that were not sampled
+   may be -infinity, where top_p, top_k or a grammar ruled them out. What breaks this fails the call.
 2. What a record holds never changes: readers see prefixes of one sequence per choice.
 3. A record ends once: when every choice has finished, or by a failure; after that, nothing is added.
 """
@@ -179,7 +180,8 @@ class CallRecord:
 
     def take_prompt_logprobs(self, logprobs: Sequence[float], top_logprobs: TopLogprobs | None) -> None:
         """Take the prompt's log-probabilities (see `engine.Sink`). Missing or unusable ones fail the call."""
-        if len(logprobs) != self.prompt_token_count - 1 or any(map(math.isnan, logprobs)):
+        best = top_logprobs.logprobs if top_logprobs else ()
+        if len(logprobs) != self.prompt_token_count - 1 or not (_are_logprobs(logprobs) and _are_logprobs(best)):
             self.fail(CallError("the engine gave unusable log-probabilities for the prompt"))
             return
         self.prompt_logprobs = array("f", logprobs)
@@ -272,7 +274,16 @@ class CallRecord:
             top_logprobs and not len(top_logprobs.token_ids) == len(top_logprobs.logprobs) == k * len(token_ids)
         ):
             return f"the engine gave {k} top log-probabilities a token where {self._top_k} were asked for"
+        if top_logprobs and not _are_logprobs(top_logprobs.logprobs):
+            bad = next(value for value in top_logprobs.logprobs if not value <= _LARGEST_FLOAT32)
+            return f"the engine gave the top log-probability {bad}"
         return None
+
+
+def _are_logprobs(logprobs: Sequence[float]) -> bool:
+    """Whether tokens that were not sampled can have them: numbers, or -infinity where a token was ruled out."""
+    # The largest of several says nothing where NaN is among them, but their sum does.
+    return not math.isnan(sum(logprobs)) and max(logprobs, default=0.0) <= _LARGEST_FLOAT32
 
 
 def _is_usable(logprob: float) -> bool:

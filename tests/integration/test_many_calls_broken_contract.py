@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -181,6 +182,26 @@ async def test_a_stream_that_fails_ends_its_calls_with_its_status() -> None:
         for each in [many.begin(request()), many.begin(request())]:
             with refused(Status.RESOURCE_EXHAUSTED, "too much"):
                 await each.whole()
+
+
+async def test_a_prompt_whose_logprobs_are_more_than_a_message_may_have_ends_no_other_call_D01() -> None:
+    goes_on = asyncio.Event()
+
+    async def answering(context: Any, requests: Requests) -> Messages:
+        begin = (await anext(requests)).begin[0]
+        yield GenerateManyResponse(started=[started(0)])
+        if begin.request.sampling.HasField("prompt_logprobs"):
+            await context.abort(Status.RESOURCE_EXHAUSTED, "larger than max")
+        await goes_on.wait()
+        yield GenerateManyResponse(finished=[finished(0, 0)], ended=[Ended(key=0)])
+
+    async with answered_by(answering) as many:
+        other = many.begin(request())
+        await other.accepted()
+        with refused(Status.RESOURCE_EXHAUSTED, "larger than max"):
+            await many.begin(request(sampling=types_pb2.SamplingParameters(prompt_logprobs=0))).whole()
+        goes_on.set()
+        await other.whole()
 
 
 async def test_a_stream_that_ends_before_its_calls_is_an_error_of_theirs() -> None:

@@ -247,11 +247,36 @@ def test_prompt_logprobs_are_needed_before_a_call_has_started() -> None:
     assert record().started
 
 
-@pytest.mark.parametrize("values", [[], [-1.0], [-1.0, -2.0, -3.0], [-1.0, math.nan]])
-def test_a_wrong_number_of_prompt_logprobs_or_nan_fails_the_call(values: list[float]) -> None:
+@pytest.mark.parametrize("values", [[], [-1.0], [-1.0, -2.0, -3.0], [-1.0, math.nan], [-1.0, math.inf]])
+def test_a_wrong_number_of_prompt_logprobs_or_an_impossible_one_fails_the_call(values: list[float]) -> None:
     call = record(prompt_logprobs=0)
     call.take_prompt_logprobs(values, None)
     assert isinstance(call.error, CallError)
+
+
+IMPOSSIBLE = [
+    *([math.nan, -1.0], [-1.0, math.nan], [-math.inf, math.nan]),
+    *([math.inf, -1.0], [math.inf, -math.inf], [1e39, 0]),
+]
+
+
+@pytest.mark.parametrize("values", IMPOSSIBLE)
+def test_an_impossible_logprob_of_a_most_probable_token_fails_the_call(values: list[float]) -> None:
+    call, prompt = record(top_logprobs=2), record(prompt_logprobs=1)
+    call.append(0, [5], [-1.0], top_logprobs=TopLogprobs(2, [5, 6], values))
+    prompt.take_prompt_logprobs([-1.0, -1.0], TopLogprobs(1, [5, 6], values))
+    assert isinstance(call.error, CallError)
+    assert str(call.error).startswith("the engine gave the top log-probability ")
+    assert isinstance(prompt.error, CallError)
+    assert ids_of(call) == []
+
+
+def test_a_token_that_was_ruled_out_may_be_among_the_most_probable() -> None:
+    call, prompt = record(top_logprobs=2), record(prompt_logprobs=1)
+    call.append(0, [5], [-1.0], top_logprobs=TopLogprobs(2, [5, 6], [-1.0, -math.inf]))
+    prompt.take_prompt_logprobs([-1.0, -math.inf], TopLogprobs(1, [5, 6], [-1.0, -math.inf]))
+    assert (call.error, prompt.error) == (None, None)
+    assert list(call.choices[0].top_logprobs) == [-1.0, -math.inf]
 
 
 def test_a_call_that_ends_without_the_prompt_logprobs_it_asked_for_fails() -> None:

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from tokentape.many_calls_stream import CallStream
+from tokentape.many_calls_stream import REQUEST_BYTES, CallStream
 from tokentape.running_call import RunningCall
 from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateRequest
 from tokentape.v1.generation_pb2_grpc import GenerationServiceStub
@@ -64,7 +64,7 @@ class ManyCalls:
         else:
             if timeout is not None:
                 call.timer = asyncio.get_running_loop().call_later(timeout, call.end_late)
-            self._open_stream().begin(call)
+            self._begin(call)
         return call
 
     async def close(self) -> None:
@@ -81,14 +81,27 @@ class ManyCalls:
             _logger.info("opening another stream: the token of the last one is no longer taken")
             self._stream.end_writing()
             self._stream = None
-        self._open_stream().begin(call)
+        self._begin(call)
         return True
 
-    def _open_stream(self) -> CallStream:
+    def _begin(self, call: RunningCall) -> None:
+        begin = call.begin
+        assert begin is not None, "a call that was accepted is not begun again"
+        if begin.ByteSize() > REQUEST_BYTES or begin.request.sampling.HasField("prompt_logprobs"):
+            # On a stream of its own: it, or what is said of its prompt, may be more than the other end takes in a
+            # message, which ends a stream.
+            stream = self._open_stream()
+            stream.begin(call, begin)
+            stream.end_writing()
+            return
         if self._stream is None:
-            self._stream = CallStream(self._stub.GenerateMany(), self._forget)
-            self._streams.add(self._stream)
-        return self._stream
+            self._stream = self._open_stream()
+        self._stream.begin(call, begin)
+
+    def _open_stream(self) -> CallStream:
+        stream = CallStream(self._stub.GenerateMany(), self._forget)
+        self._streams.add(stream)
+        return stream
 
     def _forget(self, stream: CallStream) -> None:
         self._streams.discard(stream)

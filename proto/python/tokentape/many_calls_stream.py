@@ -6,22 +6,23 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count, repeat
 from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
-from tokentape.channel import MAX_MESSAGE_BYTES
 from tokentape.choice_columns import BrokenContract, broken
 from tokentape.running_call import RunningCall, status_code
 from tokentape.stream_status import StreamStatus
-from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse
+from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse, GenerateResponse
+from tokentape.v1.types_pb2 import TopLogprobs
 
 _logger = logging.getLogger(__name__)
 
-_REQUEST_BYTES = 1024 * 1024
-"""From how many bytes on no more is put into a message."""
+REQUEST_BYTES = 1024 * 1024
+"""How many bytes of calls are put into a message together. A larger call goes alone."""
 
 _CLOSED = grpc.StatusCode.CANCELLED, "the client of this sidecar was closed"
 
@@ -48,24 +49,17 @@ class CallStream:
         self._leaves: list[int] = []
         """Keys still to be sent, of calls that were begun by an earlier message."""
         self._wake = asyncio.Event()
-        self._is_half_closed = False
+        self._takes_more = True
+        """Whether more calls may be begun here."""
         self._writing = asyncio.create_task(self._write())
         self._reading = asyncio.create_task(self._read())
 
-    def begin(self, call: RunningCall) -> None:
-        """Begin a call here."""
+    def begin(self, call: RunningCall, begin: GenerateManyRequest.Begin) -> None:
+        """Begin a call here, by `begin`."""
         key = next(self._keys) & 0xFFFF_FFFF
         while key in self._calls:
             key = next(self._keys) & 0xFFFF_FFFF
-        begin = call.begin
-        assert begin is not None, "a call that was accepted is not begun again"
         begin.key = key
-        if (size := GenerateManyRequest(begin=[begin]).ByteSize()) > MAX_MESSAGE_BYTES:
-            # The stream would end by it, with all other calls. The words are gRPC's.
-            call.end(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"Sent message larger than max ({size} vs. {MAX_MESSAGE_BYTES})"
-            )
-            return
         self._calls[key] = call
         call.stream, call.key = self, key
         self._begins[key] = begin
@@ -75,14 +69,14 @@ class CallStream:
         """Leave a call, which has not ended at the sidecar as far as is known."""
         if self._begins.pop(key, None) is not None:
             # The sidecar never hears of it.
-            del self._calls[key]
+            self._forget_call(key)
         elif key in self._calls:
             self._leaves.append(key)
             self._wake.set()
 
     def end_writing(self) -> None:
         """Take no more calls; the stream ends with those that it has."""
-        self._is_half_closed = True
+        self._takes_more = False
         self._wake.set()
 
     async def close(self) -> None:
@@ -93,17 +87,18 @@ class CallStream:
         await asyncio.gather(self._reading, self._writing, return_exceptions=True)
 
     async def _write(self) -> None:
-        """Write what is to be sent, one message after the other, as grpc.aio wants it."""
-        while self._begins or self._leaves or not self._is_half_closed:
-            await self._wake.wait()
-            self._wake.clear()
-            while self._begins or self._leaves:
-                try:
+        """Write what is to be sent, one message after the other, as grpc.aio wants it.
+
+        As long as there is a call it may be left, so our side is open until then.
+        """
+        # The stream has ended: whoever reads it learns how.
+        with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+            while self._calls or self._takes_more:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._begins or self._leaves:
                     await self._rpc.write(self._next_request())
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    # The stream has ended: whoever reads it learns how.
-                    return
-        await self._rpc.done_writing()
+            await self._rpc.done_writing()
 
     def _next_request(self) -> GenerateManyRequest:
         """Return what is to be sent, or as much of it as a message should have."""
@@ -112,7 +107,7 @@ class CallStream:
         size = 0
         for key, begin in list(self._begins.items()):
             size += begin.ByteSize()
-            if begins and size > _REQUEST_BYTES:
+            if begins and size > REQUEST_BYTES:
                 break
             begins.append(begin)
             del self._begins[key]
@@ -147,6 +142,7 @@ class CallStream:
             if started.key in self._started:
                 raise BrokenContract(f"the call {started.key} started twice")
             call = self._call(started.key)
+            _check_prompt(started.started)
             call.start(started.started)
             self._started[started.key] = call
         if message.keys or message.token_ids:
@@ -157,9 +153,14 @@ class CallStream:
             self._accepted(finished.key).wake()
         for ended in message.ended:
             call = self._call(ended.key)
-            del self._calls[ended.key]
-            self._started.pop(ended.key, None)
+            self._forget_call(ended.key)
             call.end_at_sidecar(status_code(ended.code), ended.message)
+
+    def _forget_call(self, key: int) -> None:
+        del self._calls[key]
+        self._started.pop(key, None)
+        if not self._calls and not self._takes_more:
+            self._wake.set()
 
     def _take_tokens(self, message: GenerateManyResponse) -> None:
         keys, token_ids, logprobs = message.keys, message.token_ids, message.logprobs
@@ -196,8 +197,7 @@ class CallStream:
             raise BrokenContract(f"{runs} runs of {tokens} tokens, with columns of {lengths}")
         if not len(top.token_ids) == len(top.logprobs) == top.k * tokens:
             raise BrokenContract(f"{len(top.token_ids)} most probable tokens for {tokens} positions of {top.k}")
-        if math.isnan(sum(top.logprobs)):
-            raise BrokenContract("a most probable token's log-probability that is no number")
+        _check_best(top)
         # A list's slices cost no look at each value.
         ids, logprobs, k, start = list(message.token_ids), list(message.logprobs), top.k, 0
         for key, choice, size in zip(message.keys, message.choices or repeat(0), counts, strict=False):
@@ -223,6 +223,19 @@ class CallStream:
         if call is None:
             raise _unknown(key)
         return call
+
+
+def _check_prompt(started: GenerateResponse.Started) -> None:
+    if started.prompt_logprobs and not sum(started.prompt_logprobs) < math.inf:
+        raise BrokenContract("a log-probability of a prompt's token that is none")
+    _check_best(started.prompt_top_logprobs)
+
+
+def _check_best(top: TopLogprobs) -> None:
+    # -infinity is that of a token that was ruled out. NaN is below nothing, and a sum with it, or with both infinities,
+    # is NaN.
+    if not sum(top.logprobs) < math.inf:
+        raise BrokenContract("a log-probability of a most probable token that is none")
 
 
 def _unknown(key: int) -> BrokenContract:

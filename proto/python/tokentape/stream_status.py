@@ -1,13 +1,14 @@
 """The status that a peer ended a stream with, which grpc.aio loses where a write is under way at the time.
 
-Such a write fails, and grpc.aio then gives the stream a status of its own, INTERNAL, before or after the peer's, which
-stays or goes accordingly. So each is looked at as it is set.
+Such a write fails, and grpc.aio then gives the stream a status of its own, INTERNAL: before the peer's, which takes its
+place without a word, or after it, which is then gone. So the first is noted as it comes, and another is looked for.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -19,6 +20,7 @@ _OF_A_FAILED_WRITE = "Internal error from Core"
 """The details of the status that grpc.aio gives."""
 _SECONDS = 1.0
 """How long the peer's is waited for after a failed write's."""
+_INTERVAL_SECONDS = 0.01
 
 
 class StreamStatus:
@@ -33,7 +35,11 @@ class StreamStatus:
     async def of_peer(self) -> tuple[grpc.StatusCode, str]:
         """Wait until the stream has ended, and return the peer's code and details; grpc.aio's if none come."""
         await self._rpc.code()
-        await asyncio.wait([self._status], timeout=_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SECONDS):
+                while not self._status.done():
+                    await asyncio.sleep(_INTERVAL_SECONDS)
+                    self._note(self._rpc)
         return self._status.result() if self._status.done() else (await self._rpc.code(), await self._rpc.details())
 
     def _note(self, _rpc: grpc.aio.Call) -> None:

@@ -134,8 +134,8 @@ class VllmEngine:
     def freeze_process(self) -> None:
         """Take what loading has left in this process for lasting, which is for one that has no other engine.
 
-        vLLM reads its environment variables no more, of which it looks one up for every token; and the garbage collector
-        no more looks through all that was made, which would stop everything for a third of a second now and then.
+        vLLM reads its environment variables no more, of which it looks one up for every token. The garbage collector no
+        more looks through all that was made, which would stop everything for a third of a second now and then.
         """
         envs.enable_envs_cache()
         freeze_gc_heap()
