@@ -121,9 +121,9 @@ clean: ## Remove the environments, the model and everything else that was made h
 	@touch $@
 
 .cache/bench-tools/.stamp: .venv/.stamp
-	$(call say,.cache/bench-tools: matplotlib)
+	$(call say,.cache/bench-tools: matplotlib and py-spy)
 	@$(call borrowing,.cache/bench-tools)
-	@.venv/bin/python -m pip --python .cache/bench-tools/bin/python install --quiet --disable-pip-version-check matplotlib
+	@.venv/bin/python -m pip --python .cache/bench-tools/bin/python install --quiet --disable-pip-version-check matplotlib py-spy
 	@touch $@
 
 # Order only: the model does not change with the environment.

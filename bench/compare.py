@@ -26,7 +26,8 @@ from bench.results import Results, measured
 from bench.rows import ROWS
 from bench.servers import Server, ServerFailed, bridge_to, end_by_signals, free_port, serving, sidecar_by
 
-_NAME = "bench"
+NAME = "bench"
+_LONE_ROUNDS, _LONE_TOKENS = 30, 8
 _ENGINE = ("--max-model-len", "2048", "--dtype", "bfloat16", "--max-num-seqs", "1024")
 
 
@@ -66,7 +67,7 @@ class Servers:
         port = free_port()
         command = [
             *self._pushing(sys.executable, "http"),
-            *("--model", str(self._options.model), "--served-model-name", _NAME, "--host", "127.0.0.1"),
+            *("--model", str(self._options.model), "--served-model-name", NAME, "--host", "127.0.0.1"),
             *("--port", str(port), "--enable-scale-out", "--disable-uvicorn-access-log", *_ENGINE),
         ]
         url = f"http://127.0.0.1:{port}/health"
@@ -109,17 +110,18 @@ class Comparison:
             # What is read when it is complete has no pace.
             if pace_ms and not row.streamed:
                 continue
-            load = Load(row.client, servers[0].address, 8, new_tokens=16, model=_NAME, site=str(self._options.smg_site))
+            load = Load(row.client, servers[0].address, 8, new_tokens=16, model=NAME, site=str(self._options.smg_site))
             run(load)
             for streams in (1, *self._options.streams) if pace_ms else self._options.streams:
-                whole = replace(
-                    load,
-                    streams=streams,
-                    new_tokens=self._options.tokens,
-                    processes=min(self._options.processes, streams),
-                )
-                figures = measured(servers, whole, core_us=core)
+                figures = measured(servers, self._load(load, streams), core_us=core)
                 self._results.add(row=key, streams=streams, pace_ms=pace_ms, **figures)
+
+    def _load(self, load: Load, streams: int) -> Load:
+        if streams == 1:
+            # What counts of a lone stream is its first token: the median of some.
+            return replace(load, streams=1, rounds=_LONE_ROUNDS, new_tokens=_LONE_TOKENS)
+        processes = min(self._options.processes, streams)
+        return replace(load, streams=streams, new_tokens=self._options.tokens, processes=processes)
 
 
 def core_us_per_token(pace_ms: int, streams: int, tokens: int) -> float:
@@ -136,27 +138,34 @@ def versions(smg_site: Path) -> dict[str, str]:
     return {"python": platform.python_version(), **{name: found[name] for name in wanted if name in found}}
 
 
-def parser() -> argparse.ArgumentParser:
-    numbers: Callable[[str], list[int]] = lambda text: list(map(int, text.split(",")))  # noqa: E731
-    made = argparse.ArgumentParser(
-        prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS))
-    made.add_argument("--streams", type=numbers, default=[32, 256, 1024])
-    made.add_argument("--paces", type=numbers, default=[0, 20], metavar="MS", help="of a step; 0: at once")
-    made.add_argument("--tokens", type=int, default=256, help="sampled for a request")
-    made.add_argument("--processes", type=int, default=2, help="of clients")
-    made.add_argument("--model", type=Path, default=Path(".cache/SmolLM2-135M-Instruct"))
-    made.add_argument("--smg", type=Path, default=Path(".cache/bench-smg"), help="the environment that has it")
-    made.add_argument("--out", type=Path, default=Path("out/bench"))
-    return made
+def add_servers(parser: argparse.ArgumentParser) -> None:
+    """Add what says how to start servers and put a load on them."""
+    parser.add_argument("--tokens", type=int, default=256, help="sampled for a request")
+    parser.add_argument("--processes", type=int, default=2, help="of clients")
+    parser.add_argument("--model", type=Path, default=Path(".cache/SmolLM2-135M-Instruct"))
+    parser.add_argument("--smg", type=Path, default=Path(".cache/bench-smg"), help="the environment that has it")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+
+
+def with_places(options: argparse.Namespace) -> argparse.Namespace:
+    """Find what lies where `add_servers` was told."""
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.smg_site,) = options.smg.resolve().glob("lib/python3*/site-packages")
+    return options
 
 
 def main() -> None:
-    options = parser().parse_args()
+    numbers: Callable[[str], list[int]] = lambda text: list(map(int, text.split(",")))  # noqa: E731
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=list(ROWS))
+    parser.add_argument("--streams", type=numbers, default=[32, 256, 1024])
+    parser.add_argument("--paces", type=numbers, default=[0, 20], metavar="MS", help="of a step; 0: at once")
+    add_servers(parser)
+    options = with_places(parser.parse_args())
     end_by_signals()
-    options.out = options.out.resolve()
-    (options.smg_site,) = options.smg.resolve().glob("lib/python3*/site-packages")
     about = {"versions": versions(options.smg_site), "cpus": os.cpu_count(), "tokens": options.tokens}
     Comparison(options, Results(options.out / "results.json", about)).run()
 
