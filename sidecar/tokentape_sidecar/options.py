@@ -15,6 +15,7 @@ from tokentape_sidecar.limits import DEFAULT_LIMITS
 from tokentape_sidecar.stall import DEFAULT_STALL_LIMIT_SECONDS
 from tokentape_sidecar.tape import SIDECAR_NAME
 
+_LEAST_MESSAGE_BYTES = 2 * 1024 * 1024
 _MOST_MESSAGE_BYTES = 2**31 - 1
 
 _EPILOG = """\
@@ -173,6 +174,9 @@ def _add_control_options(parser: argparse.ArgumentParser) -> None:
 
 def _message_bytes(text: str) -> int:
     read = positive_count(text)
+    if read < _LEAST_MESSAGE_BYTES:
+        # Clients put calls of up to 1 MiB into a message, and one that is refused ends all calls of its stream.
+        raise argparse.ArgumentTypeError(f"{text!r} is below {_LEAST_MESSAGE_BYTES}, what clients may put together")
     if read > _MOST_MESSAGE_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is above {_MOST_MESSAGE_BYTES}, gRPC's own limit")
     return read
@@ -186,7 +190,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
         type=_message_bytes,
         default=most,
         metavar="N",
-        help=f"the largest message that is taken (default: {most})",
+        help=f"the largest message that is taken, at least {_LEAST_MESSAGE_BYTES} (default: {most})",
     )
     for option, default, explanation in (
         ("--max-running-calls", DEFAULT_LIMITS.max_running_calls, "calls that run at once, at most"),

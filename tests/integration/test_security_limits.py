@@ -235,6 +235,11 @@ async def test_a_long_foreign_word_in_an_error_does_not_break_the_answer(client:
 
 def test_the_command_line_sets_them_all() -> None:
     names = list(Limits.__dataclass_fields__)
-    options = [word for name in names for word in (f"--{name.replace('_', '-')}", "7")]
+    numbers = range(2_097_152, 2_097_152 + len(names))
+    options = [
+        word
+        for name, number in zip(names, numbers, strict=True)
+        for word in (f"--{name.replace('_', '-')}", f"{number}")
+    ]
     settings = parse_settings(["--engine", "scripted", "--script", "s", "--tokenizer", "t", *options])
-    assert settings.limits == Limits(*[7] * len(names))
+    assert settings.limits == Limits(*numbers)

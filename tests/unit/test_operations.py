@@ -116,6 +116,7 @@ def test_what_is_wrong_in_a_file_is_told_by_file_and_key(
     [
         (["--config"], "argument --config: expected one argument"),
         (["--config", "none.toml"], "--config: none.toml cannot be read: No such file or directory"),
+        (["--max-message-bytes", "1048576"], "'1048576' is below 2097152, what clients may put together"),
         (["--max-message-bytes", "2147483648"], "'2147483648' is above 2147483647, gRPC's own limit"),
         (["--config", "a", "--config=b"], "--config: there may be one file"),
     ],
