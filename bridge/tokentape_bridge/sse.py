@@ -98,11 +98,17 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as long as its client is there."""
         try:
-            async with aclosing(self._frames), anyio.create_task_group() as tasks:
-                tasks.start_soon(self._watch_client, receive, tasks.cancel_scope)
-                tasks.start_soon(self._keep_alive, send)
-                await self._send_all(send)
-                tasks.cancel_scope.cancel()
+            async with aclosing(self._frames):
+                is_whole = False
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._watch_client, receive, tasks.cancel_scope)
+                    tasks.start_soon(self._keep_alive, send)
+                    await self._send_all(send)
+                    is_whole = True
+                    tasks.cancel_scope.cancel()
+                if is_whole:
+                    # Only now: a keep-alive that waited for the client beside the last frame may still have been sent.
+                    await _end(send)
         except asyncio.CancelledError:
             # Not by a client that leaves.
             if self._has_begun:
@@ -116,7 +122,6 @@ class EventStreamResponse(Response):
         self._has_begun = True
         async for frame in self._frames:
             await self._send(send, frame)
-        await _end(send)
 
     async def _send(self, send: Send, frame: bytes) -> None:
         # Whoever sends it: a server takes a frame whole, when it takes it.

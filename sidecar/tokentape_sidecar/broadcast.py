@@ -19,8 +19,8 @@ class Broadcast:
         self._event: asyncio.Event | None = None
         self._subscriber: Callable[[], None] | None = None
 
-    def subscribe(self, subscriber: Callable[[], None]) -> None:
-        """Call `subscriber`, of which there is one at most, at each `notify` from now on."""
+    def subscribe(self, subscriber: Callable[[], None] | None) -> None:
+        """Call `subscriber`, of which there is one at most, at each `notify` from now on; `None`: call nobody."""
         self._subscriber = subscriber
 
     def notify(self) -> None:

@@ -22,6 +22,9 @@ from tokentape_sidecar.choice_record import ChoiceRecord, TokenRun
 from tokentape_sidecar.record import CallRecord
 from tokentape_sidecar.rpc_errors import Status, status_of
 
+MAX_EVENTS = 512
+"""From how many starts and ends on nothing more is put into a message: beside its tokens they are within 4 MiB."""
+
 
 class Cursor:
     """How far a call has been read."""
@@ -81,6 +84,7 @@ def new_of(cursors: Iterable[Cursor]) -> Iterator[GenerateManyResponse]:
         if record.ended and cursor.at_end:
             cursor.has_ended = True
             columns.add_end(cursor)
+        columns.end_if_many()
         if columns.full:
             yield from columns.take_full()
     columns.end()
@@ -178,6 +182,11 @@ class _Columns:
         if self._keys or self._started or self._finished or self._ended:
             self.full.append(self._message())
             self._begin()
+
+    def end_if_many(self) -> None:
+        """Take the message in the making for full where many calls or choices began or ended in it."""
+        if len(self._started) + len(self._finished) + len(self._ended) >= MAX_EVENTS:
+            self.end()
 
     def _add_run(self, cursor: Cursor, run: TokenRun) -> None:
         self._make_room(run.weights.version, cursor.top_k, len(run.token_ids))

@@ -6,7 +6,7 @@ Invariants:
    after that, and its key is free.
 2. A call that ends for the client before its record does is aborted at the engine; so are all when the stream ends.
 3. All that has changed since the last message is in the next ones: a slow client costs its own lag, and an engine's
-   step is a message, not one for each call.
+   step is a message or a few, not one for each call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opentelemetry.trace import Span
 
 from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse, GenerateRequest
 from tokentape_sidecar.auth import check_still_let_in
-from tokentape_sidecar.call_columns import Cursor, end_of, new_of, outcome_of
+from tokentape_sidecar.call_columns import MAX_EVENTS, Cursor, end_of, new_of, outcome_of
 from tokentape_sidecar.errors import InvalidArgument
 from tokentape_sidecar.record import CallRecord
 from tokentape_sidecar.rpc_errors import Status, status_of
@@ -79,9 +79,9 @@ class ManyCalls:
         ended, self._ended = self._ended, []
         for call in changed:
             call.is_noted = False
-        if ended:
-            # First: the key of such a call may have another one, which has begun.
-            yield GenerateManyResponse(ended=ended)
+        # First: the key of such a call may have another one, which has begun.
+        for start in range(0, len(ended), MAX_EVENTS):
+            yield GenerateManyResponse(ended=ended[start : start + MAX_EVENTS])
         for message in new_of([call.cursor for call in changed if call.cursor is not None]):
             for end in message.ended:
                 # Before it is sent: the client may begin another call under its key meanwhile.
@@ -141,6 +141,9 @@ class ManyCalls:
 
     def _forget(self, call: _Call, code: grpc.StatusCode) -> None:
         del self._calls[call.key]
+        if call.cursor is not None:
+            # A record lives as long as its tape, and would keep all that is known of the call here.
+            call.cursor.record.on_change(None)
         if call.timer is not None:
             call.timer.cancel()
         if call.span is not None:

@@ -1,7 +1,7 @@
 """One call, as it happened.
 
 A `CallRecord` is what the engine adapter writes (it is the adapter's `Sink`) and what everything that leaves the
-sidecar reads: the `Generate` stream, watchers and tapes are cursors on it. It only grows, and by columns: ids and
+sidecar reads: `Generate`, `GenerateMany`, watchers and tapes are cursors on it. It only grows, and by columns: ids and
 log-probabilities lie in flat arrays, so that a token costs 8 bytes and no object.
 
 Invariants:
@@ -161,8 +161,8 @@ class CallRecord:
         """Return at the next token, finish or failure."""
         await self._changed.wait()
 
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` at each token, finish or failure; there is one at most."""
+    def on_change(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback` at each token, finish or failure from now on; there is one at most. `None`: call nobody."""
         self._changed.subscribe(callback)
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 
 from support.certificates import secret_file
 from support.engines import ManualEngine, toy_model
@@ -22,6 +24,7 @@ from support.waiting import eventually
 from tokentape.access import Access
 from tokentape.many_calls import ManyCalls
 from tokentape.v1.generation_pb2 import GenerateManyRequest
+from tokentape_sidecar.call_columns import MAX_EVENTS, Cursor
 from tokentape_sidecar.limits import Limits
 
 LONG = [7] * 2_000_000
@@ -143,8 +146,10 @@ async def test_a_call_begun_with_a_token_that_was_replaced_can_still_be_left_D03
 async def test_a_call_that_is_more_than_the_sidecar_takes_ends_alone_D01() -> None:
     engine = ManualEngine(toy_model(max_context_tokens=10_000_000))
     async with sidecar_on(engine, limits=Limits(max_message_bytes=2_000_000)) as running, calling(running) as many:
-        small, large = many.begin(request()), many.begin(request(prompt_token_ids=[1] * 1_500_000))
-        await asyncio.gather(small.accepted(), large.accepted())
+        small = many.begin(request())
+        await small.accepted()
+        large = many.begin(request(prompt_token_ids=[1] * 1_500_000))
+        await large.accepted()
         with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max"):
             await many.begin(request(prompt_token_ids=[1] * 3_000_000)).whole()
         large.leave()
@@ -152,3 +157,75 @@ async def test_a_call_that_is_more_than_the_sidecar_takes_ends_alone_D01() -> No
         engine.finish(engine.submitted[0].call_id, 6)
         await small.whole()
         assert list(small.first.token_ids) == [6]
+
+
+class NotingChannel:
+    """A channel that keeps the streams that are opened on it."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self.opened: list[Any] = []
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        method: Any = self._channel.stream_stream(*args, **options)
+
+        def open_stream() -> Any:
+            self.opened.append(method())
+            return self.opened[-1]
+
+        return open_stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+
+async def test_a_call_that_begins_as_a_stream_ends_has_another_stream() -> None:
+    """From the end of a stream until its reader has come to it, it takes no call any more."""
+    engine = ManualEngine()
+    async with sidecar_on(engine) as running:
+        channel: Any = NotingChannel(running.client.channel)
+        many = ManyCalls(channel)
+        first = many.begin(request())
+        await first.accepted()
+        channel.opened[0].cancel()
+        second = many.begin(request())
+        with refused(grpc.StatusCode.CANCELLED, ""):
+            await first.whole()
+        await second.accepted()
+        engine.finish(engine.submitted[1].call_id, 6)
+        await second.whole()
+        assert list(second.first.token_ids) == [6]
+        await many.close()
+
+
+async def test_ends_of_many_calls_are_of_several_messages() -> None:
+    engine = ManualEngine()
+    async with sidecar_on(engine, limits=Limits(max_running_calls=1)) as running:
+        stream = running.client.generation.GenerateMany()
+        await stream.write(GenerateManyRequest(begin=[each for key in range(3000) for each in begin(key).begin]))
+        await eventually(lambda: len(engine.sinks) == 1)
+        engine.finish(engine.submitted[0].call_id)
+        await stream.done_writing()
+        messages = [message async for message in stream]
+    assert sum(len(message.ended) for message in messages) == 3000
+    assert max(len(message.ended) for message in messages) <= MAX_EVENTS
+
+
+def cursor_count() -> int:
+    gc.collect()
+    return sum(isinstance(each, Cursor) for each in gc.get_objects())
+
+
+async def test_a_tape_keeps_nothing_of_the_stream_that_its_call_was_on() -> None:
+    engine = ManualEngine()
+    before = cursor_count()
+    async with sidecar_on(engine) as running:
+        tape = await running.client.open_tape()
+        stream = running.client.generation.GenerateMany()
+        await stream.write(begin(0, tape_id=tape.tape_id))
+        await eventually(lambda: len(engine.sinks) == 1)
+        assert cursor_count() == before + 1
+        engine.finish(engine.submitted[0].call_id)
+        await stream.done_writing()
+        assert await read(stream) == [("started", 0, 0), ("ended", 0, 0)]
+        assert cursor_count() == before

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from support.waiting import eventually
 from tokentape_bridge.anthropic_api.serving import PING_FRAME
 from tokentape_bridge.errors import ApiError
 from tokentape_bridge.sse import DONE, EventStreamResponse, data_frame, error_frame
@@ -134,6 +135,23 @@ async def test_comments_fill_a_silence_and_cut_no_frame_C14() -> None:
     await response(SCOPE, client.receive, client.send)
     assert client.body.count(b": keep-alive\n\n") >= 3
     assert httpx_sse(client.body) == [("", {"n": number}) for number in range(3)]
+
+
+async def test_nothing_is_sent_after_the_end_however_slowly_the_client_takes_the_last_frame_C14() -> None:
+    """A keep-alive waits beside the last frame then, and goes out after it."""
+    client, frames = Client(), Frames(2, pause=0.05)
+    response = EventStreamResponse(frames.stream(), keep_alive_seconds=0.1)
+    answering = asyncio.create_task(response(SCOPE, client.receive, client.send))
+    await eventually(lambda: b'"n"' in client.body)
+    client.takes.clear()
+    await asyncio.sleep(0.3)
+    client.takes.set()
+    async with asyncio.timeout(5):
+        await answering
+    ends = [number for number, message in enumerate(client.messages) if message.get("more_body") is False]
+    assert ends == [len(client.messages) - 1]
+    assert httpx_sse(client.body) == [("", {"n": number}) for number in range(2)]
+    assert b": keep-alive" in client.body
 
 
 async def test_the_messages_api_has_a_frame_of_its_own_for_it() -> None:

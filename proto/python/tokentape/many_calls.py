@@ -94,7 +94,7 @@ class ManyCalls:
             stream.begin(call, begin)
             stream.end_writing()
             return
-        if self._stream is None:
+        if self._stream is None or not self._stream.takes_calls:
             self._stream = self._open_stream()
         self._stream.begin(call, begin)
 

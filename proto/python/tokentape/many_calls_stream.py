@@ -54,6 +54,11 @@ class CallStream:
         self._writing = asyncio.create_task(self._write())
         self._reading = asyncio.create_task(self._read())
 
+    @property
+    def takes_calls(self) -> bool:
+        """Whether calls may be begun here: it has not ended, and is not about to."""
+        return self._takes_more and not self._rpc.done()
+
     def begin(self, call: RunningCall, begin: GenerateManyRequest.Begin) -> None:
         """Begin a call here, by `begin`."""
         key = next(self._keys) & 0xFFFF_FFFF
@@ -152,9 +157,9 @@ class CallStream:
             self._accepted(finished.key).columns_of(completion.choice).finish(completion)
             self._accepted(finished.key).wake()
         for ended in message.ended:
-            call = self._call(ended.key)
+            # Forgotten after that: to begin it again may fail, and then the end of the stream is its end.
+            self._call(ended.key).end_at_sidecar(status_code(ended.code), ended.message)
             self._forget_call(ended.key)
-            call.end_at_sidecar(status_code(ended.code), ended.message)
 
     def _forget_call(self, key: int) -> None:
         del self._calls[key]
