@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.real_engine import AdapterPath, RealEngine, requests_of, sidecar
+from support.scripted import sidecar_on
 from support.sidecar_client import Generated
 from support.waiting import eventually
 from tokentape.v1 import types_pb2
+from tokentape_sidecar.engine_controls import PauseMode
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
@@ -114,3 +116,28 @@ async def test_a_version_that_somebody_names_is_the_tokens_own(engine: RealEngin
     assert versions[0] == ""
     assert versions[-1] == "v2"
     assert versions == sorted(versions)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ends"),
+    [(PauseMode.ABORT, types_pb2.FINISH_REASON_ABORT), (PauseMode.WAIT, types_pb2.FINISH_REASON_LENGTH)],
+)
+async def test_a_call_that_comes_in_a_pause_waits_for_its_end(
+    engine: RealEngine, path: AdapterPath, mode: PauseMode, ends: types_pb2.FinishReason
+) -> None:
+    from tokentape_sidecar.vllm_engine import VllmEngine  # noqa: PLC0415 - imports vLLM
+
+    attached, before = VllmEngine.attach(engine.llm, path=path), len(engine.emitted)
+    async with sidecar_on(attached) as running, asyncio.timeout(120):
+        client = running.client
+        call = asyncio.create_task(client.generate(PROMPT, Sampling(max_tokens=48, ignore_eos=True)))
+        await eventually(lambda: len(engine.emitted) > before, 30)
+        pausing = asyncio.create_task(attached.controls.pause(mode, clear_cache=True))
+        late = asyncio.create_task(client.generate(PROMPT, Sampling(max_tokens=4, ignore_eos=True)))
+        await pausing
+        assert (await call).finish_reason() == ends
+        await asyncio.sleep(0.3)
+        assert not late.done()
+        assert len(engine.emitted) == before + 1
+        await attached.controls.resume()
+        assert len((await late).token_ids()) == 4

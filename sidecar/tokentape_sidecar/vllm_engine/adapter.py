@@ -98,7 +98,7 @@ class VllmEngine:
         if otlp_traces_endpoint is not None:
             _trace(options, otlp_traces_endpoint)
         try:
-            # By its use vLLM chooses how much a step computes: on a GPU four to eight times as much for a server.
+            # By its use vLLM chooses how much a step computes: on a large GPU four to eight times as much for a server.
             engine = AsyncLLM.from_engine_args(options, usage_context=UsageContext.OPENAI_API_SERVER)
         except Exception as error:
             logger.exception("vLLM could not load %s", model)

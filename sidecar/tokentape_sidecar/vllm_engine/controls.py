@@ -42,7 +42,10 @@ class VllmControls(DrivenControls):
     @override
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop sampling."""
-        await super().pause(mode, clear_cache=clear_cache)
+        if mode is not PauseMode.KEEP:
+            # Running requests end first, as asked, while new ones are held: `pause_generation` may refuse them.
+            await self._ask(self._llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False))
+        await super().pause(PauseMode.KEEP, clear_cache=clear_cache)
         await self._ask(self._drain())
 
     @override

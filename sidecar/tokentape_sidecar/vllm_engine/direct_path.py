@@ -38,7 +38,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from tokentape_sidecar.call_weights import CallWeights
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
-from tokentape_sidecar.errors import CallError, EngineDead
+from tokentape_sidecar.errors import CallError
+from tokentape_sidecar.vllm_engine.request_errors import fail_call
 from tokentape_sidecar.vllm_engine.step_decoder import StepDecoder
 from tokentape_sidecar.vllm_engine.versions import check_admission
 from tokentape_sidecar.weights import WeightObserver
@@ -138,7 +139,7 @@ class DirectPath:
             prompt=None,
             parent_req=None,
             request_index=choice,
-            queue=cast("RequestOutputCollector", _Errors(sink)),
+            queue=cast("RequestOutputCollector", _Errors(sink, call.call_id)),
             log_stats=processor.log_stats,
             stream_interval=1,
         )
@@ -164,19 +165,16 @@ def _one_per_choice(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 class _Errors:
-    """Stands where vLLM has a request's queue, and takes what vLLM puts there for a broken engine: its error."""
+    """Stands where vLLM has a request's queue, and takes the error by which vLLM ends a request."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, call_id: str) -> None:
         self._sink = sink
+        self._call_id = call_id
 
     def put(self, error: object) -> None:
         """Fail the call. Outputs never come here: `_ChoiceState` makes none."""
-        if isinstance(error, EngineDeadError):
-            self._sink.fail(EngineDead("the engine died while it sampled this call"))
-        else:
-            assert isinstance(error, Exception)
-            logger.error("vLLM failed its requests", exc_info=error)
-            self._sink.fail(error)
+        assert isinstance(error, Exception)
+        fail_call(self._sink, self._call_id, error)
 
 
 class _StepLogprobs:

@@ -7,7 +7,6 @@ stamps nothing on a delta, so versions are the numbers of updates that were seen
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import cast
 
@@ -17,15 +16,13 @@ from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from tokentape_sidecar.call_weights import CallWeights
 from tokentape_sidecar.engine import EngineCall, FinishReason, Sink, TopLogprobs
-from tokentape_sidecar.errors import CallError, EngineDead
+from tokentape_sidecar.errors import CallError
+from tokentape_sidecar.vllm_engine.request_errors import fail_call
 from tokentape_sidecar.weights import WeightObserver
-
-logger = logging.getLogger(__name__)
 
 
 class PublicPath:
@@ -81,11 +78,8 @@ async def _pump(collector: RequestOutputCollector, sink: Sink, call: EngineCall,
                 )
             for completion in output.outputs:
                 _take(completion, sink, call.sampling.top_logprobs or 0, weights)
-    except EngineDeadError:
-        sink.fail(EngineDead("the engine died while it sampled this call"))
-    except Exception as error:
-        logger.exception("vLLM failed the call %s", call.call_id)
-        sink.fail(error)
+    except Exception as error:  # noqa: BLE001 - logged there, where it is unexpected
+        fail_call(sink, call.call_id, error)
     finally:
         collector.close()
 

@@ -5,6 +5,11 @@
 | 0.27 | `VLLMClientError` for a wrong request |
 | 0.29 | `check_admission` and `GracefulHTTPError`: a full queue refuses a request |
 | 0.32 | outputs are stamped with the version of the weights; before that `WeightObserver` numbers the updates it sees |
+| 0.32 | `RetryableRequestError` for a request that may be made again |
+| 0.33 | a request that was taken may end by one of `INVALID` (a wrong grammar) or `BUSY` |
+| 0.33 | `AsyncLLM.pause_generation`, but for its mode `keep`, has new requests end by one of `BUSY` |
+
+The core's `pause_scheduler`, which does the pausing in all of them, holds new requests whatever its mode.
 """
 
 from __future__ import annotations
@@ -21,14 +26,17 @@ def _since(release: str) -> bool:
     return _release >= Version(release)
 
 
-REFUSED: tuple[type[Exception], ...] = (
-    (ValueError, vllm_exceptions.VLLMClientError) if _since("0.27") else (ValueError,)
-)
+INVALID: tuple[type[Exception], ...] = (vllm_exceptions.VLLMClientError,) if _since("0.27") else ()
+"""What vLLM ends a request by that is wrong."""
+
+REFUSED: tuple[type[Exception], ...] = (ValueError, *INVALID)
 """What vLLM raises for a request that is wrong."""
 
-BUSY: tuple[type[Exception], ...] = (vllm_exceptions.GracefulHTTPError,) if _since("0.29") else ()
-"""What vLLM raises for a request that it has no room for now."""
-
+BUSY: tuple[type[Exception], ...] = (
+    *((vllm_exceptions.GracefulHTTPError,) if _since("0.29") else ()),
+    *((vllm_exceptions.RetryableRequestError,) if _since("0.32") else ()),
+)
+"""What vLLM raises for a request, or ends it by, that it does not take now and may take later."""
 
 NAMES_WEIGHTS = _since("0.32")
 """Whether vLLM takes a name for its weights, and stamps its outputs with it."""
