@@ -104,8 +104,9 @@ class GpuResults(Results):
             if (found["model"], found["row"], found["streams"]) == (model, row, streams):
                 if "tokens_per_second" not in found:
                     return "failed"
-                cpu = found.get("cpu_us_per_token")
-                return f"{found['tokens_per_second'] / 1000:.1f}k" + (f" ({cpu:.0f})" if cpu else "")
+                # Of the one that is read: what is behind the bridge has rows of its own.
+                cpu = found["cpu_us_per_token_each"][0]
+                return f"{found['tokens_per_second'] / 1000:.1f}k ({cpu:.0f})"
         return ""
 
 

@@ -75,7 +75,8 @@ async def in_process(directory: str, streams: list[int], options: argparse.Names
             readings = await level(count, rounds(count), tokens_of(count, options.new_tokens))
             cpu = (time.process_time() - before) / readings.tokens * 1e6
             with options.out.open("a") as file:
-                file.write(json.dumps({"streams": count, "cpu_us_per_token": cpu, **readings.figures()}) + "\n")
+                spent = {"cpu_us_per_token": cpu, "cpu_us_per_token_each": [cpu]}
+                file.write(json.dumps({"streams": count, **spent, **readings.figures()}) + "\n")
     finally:
         llm.shutdown()
 

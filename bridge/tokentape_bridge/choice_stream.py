@@ -21,11 +21,13 @@ from tokentape_bridge.completion import CallEvent, StreamError, by_position
 from tokentape_bridge.tool_calls import ToolCall
 
 LONG_DELTA = 256
-"""From how many tokens on work on a delta is done in a thread: others would wait a millisecond for it."""
+"""From how many tokens on work on a delta, or on the prompt in a stream's opening, is done in a thread: others would
+wait for it."""
 
 
 _LONG_COMPLETION = 2 * LONG_DELTA
-"""The same, for the end of a completion of so many tokens: its text is all that is made."""
+"""The same, for the end of a completion of so many tokens. Twice as many, since its text is all that is made: most of
+the work on a delta is the JSON of its log-probabilities."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """How long a request may take: `--request-timeout`, or less by its header `x-request-timeout`, in seconds.
 
-What is left of it is the gRPC deadline of the request's calls to sidecars, so that the engine ends them by itself when
-it has passed, whether or not the bridge still lives. The client then gets status 504, or in a stream the error's frame.
+What is left of it goes with the request's calls to sidecars: as their `timeout` in `GenerateMany`, as the gRPC
+deadline of `FindCalls`. So the engine's work ends when it has passed, whether or not the bridge still does anything.
+The client then gets status 504, or in a stream the error's frame.
 """
 
 from __future__ import annotations

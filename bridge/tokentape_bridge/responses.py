@@ -2,6 +2,10 @@
 
 Ids and log-probabilities are the sidecar's own, never computed from text. The text is decoded from the ids: without the
 stop token that ended it (which stays in the ids, with its log-probability), and cut before a stop string.
+
+msgspec writes null for NaN and infinities, without an error. None comes so far: `tokentape.many_calls_stream` fails a
+call that has one as a log-probability, but for the -infinity of a token that was not sampled, which `told_logprob`
+replaces.
 """
 
 from __future__ import annotations

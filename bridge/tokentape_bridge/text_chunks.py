@@ -36,6 +36,10 @@ class TextChunks:
         self._started = started
         self._count = request.n or 1
         self._writers = [ChoiceWriter(request, tokenizer, prompt) for prompt in prompts for _ in range(self._count)]
+        tells_prompt = request.echo or request.wants_token_ids or request.prompt_logprobs is not None
+        self._opening_count = len(self._writers) if tells_prompt else 1
+        self.opening_token_count = self._count * sum(len(each.token_ids) for each in prompts) if tells_prompt else 0
+        """How many tokens of prompts `opening` tells."""
         self._sampled = 0
         self._head = text_head(model, started[0].call_id)
         self.extension = text_extension(tape_id, [event.call_id for event in started])
@@ -43,8 +47,7 @@ class TextChunks:
 
     def opening(self) -> list[Json]:
         """Return the chunks that precede all tokens, one at least; the first says what concerns the whole request."""
-        tells_prompt = self._request.echo or self._request.wants_token_ids or self._request.prompt_logprobs is not None
-        first, *others = (self._opening(index) for index in range(len(self._writers) if tells_prompt else 1))
+        first, *others = (self._opening(index) for index in range(self._opening_count))
         return [{**first, "tokentape": self.extension}, *others]
 
     def chunk(self, prompt: int, added: ChoiceDelta) -> Json | None:

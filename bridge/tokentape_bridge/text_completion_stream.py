@@ -44,8 +44,10 @@ class TextCompletionStream(FrameStream[CompletionRequest]):
     async def _answer(
         self, job: TextJob, chunks: TextChunks, events: list[AsyncGenerator[CallEvent]]
     ) -> AsyncGenerator[bytes]:
-        # The prompts' ids and log-probabilities may be in it.
-        yield await asyncio.to_thread(lambda: b"".join(map(data_frame, chunks.opening())))
+        if chunks.opening_token_count < LONG_DELTA:
+            yield _opening(chunks)
+        else:
+            yield await asyncio.to_thread(_opening, chunks)
         sources = [read_deltas(each, self._streams(job)) for each in events]
         async with merged(sources) as deltas:
             async for prompt, added in deltas:
@@ -58,6 +60,10 @@ class TextCompletionStream(FrameStream[CompletionRequest]):
         chat, options = job.served.chat, text_options(self._request)
         options = replace(options, stop_token_ids=options.stop_token_ids | chat.stop_token_ids)
         return [PlainText(TextStream(chat.tokenizer, options)) for _ in range(self._request.n or 1)]
+
+
+def _opening(chunks: TextChunks) -> bytes:
+    return b"".join(map(data_frame, chunks.opening()))
 
 
 async def _frame(chunks: TextChunks, prompt: int, added: ChoiceDelta) -> bytes:

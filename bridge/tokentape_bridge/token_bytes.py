@@ -15,8 +15,8 @@ class ShownToken(NamedTuple):
 
     text: str
     """With U+FFFD for what is no whole character."""
-    byte_values: list[int]
-    """Not to be changed: the same for all."""
+    byte_values: tuple[int, ...]
+    """Its bytes."""
 
 
 class TokenBytes:
@@ -49,7 +49,7 @@ class TokenBytes:
         shown = self._shown.get(token_id)
         if shown is None:
             data = self.of(token_id)
-            shown = self._shown[token_id] = ShownToken(data.decode(errors="replace"), list(data))
+            shown = self._shown[token_id] = ShownToken(data.decode(errors="replace"), tuple(data))
         return shown
 
     def _find(self, token_id: int) -> bytes:

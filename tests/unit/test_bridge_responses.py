@@ -111,7 +111,7 @@ def test_an_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     choice = answer(tokenizer, [60_000], types_pb2.FINISH_REASON_LENGTH, logprobs=True, return_token_ids=True)
     assert choice["message"]["content"] == ""
     assert choice["token_ids"] == [60_000]
-    assert choice["logprobs"]["content"] == [{"token": "", "logprob": -0.5, "bytes": [], "top_logprobs": []}]
+    assert choice["logprobs"]["content"] == [{"token": "", "logprob": -0.5, "bytes": (), "top_logprobs": []}]
 
 
 def test_top_logprobs(tokenizer: Tokenizer) -> None:
@@ -120,8 +120,8 @@ def test_top_logprobs(tokenizer: Tokenizer) -> None:
     choice = answer(tokenizer, [a], types_pb2.FINISH_REASON_LENGTH, top=top, logprobs=True, top_logprobs=2)
     [entry] = choice["logprobs"]["content"]
     assert entry["top_logprobs"] == [
-        {"token": "a", "logprob": -0.25, "bytes": [97]},
-        {"token": "<|im_end|>", "logprob": -2.0, "bytes": list(b"<|im_end|>")},
+        {"token": "a", "logprob": -0.25, "bytes": (97,)},
+        {"token": "<|im_end|>", "logprob": -2.0, "bytes": tuple(b"<|im_end|>")},
     ]
 
 

@@ -55,9 +55,9 @@ class Case:
         return cls(chat, request, Conversation(messages, request.tools, request.chat_template_kwargs or {}))
 
     async def whole(self, events: Sequence[GenerateResponse]) -> dict[str, Any]:
-        """The unstreamed answer."""
+        """The unstreamed answer, as its JSON says it."""
         call = await collect(stream_of([STARTED, *events]), self.request.n or 1)
-        return chat_completion(
+        body = chat_completion(
             self.request,
             call,
             model="m",
@@ -66,6 +66,7 @@ class Case:
             conversation=self.conversation,
             chat=self.chat,
         )
+        return json.loads(json.dumps(body))
 
     async def chunks(self, events: Sequence[GenerateResponse]) -> list[dict[str, Any]]:
         """The streamed one."""

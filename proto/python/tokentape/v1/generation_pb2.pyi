@@ -290,7 +290,7 @@ class GenerateManyRequest(_message.Message):
 
         @_builtins.property
         def timeout(self) -> _duration_pb2.Duration:
-            """How long the call may take before it is aborted, and ends as DEADLINE_EXCEEDED. Absent: as long as it needs."""
+            """How long the call may take before it is aborted, and ends as DEADLINE_EXCEEDED. Above 0. Absent: as long as it needs."""
 
         @_builtins.property
         def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

@@ -83,9 +83,9 @@ class GenerationServiceServicer:
 
     def GenerateMany(self, request_iterator, context):
         """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
-        of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
-        A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
-        which is easier to read.
+        of them is a message or a few, not one for each call. Each call is what it would be in Generate, and ends with the
+        status that it would have there. A client that has closed its side gets the rest of its calls; one that leaves aborts
+        them. For one call use Generate, which is easier to read.
 
         A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
         begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of

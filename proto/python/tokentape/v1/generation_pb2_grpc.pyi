@@ -46,9 +46,9 @@ class GenerationServiceStub:
     """
     GenerateMany: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateManyRequest, _generation_pb2.GenerateManyResponse]
     """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
-    of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
-    A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
-    which is easier to read.
+    of them is a message or a few, not one for each call. Each call is what it would be in Generate, and ends with the
+    status that it would have there. A client that has closed its side gets the rest of its calls; one that leaves aborts
+    them. For one call use Generate, which is easier to read.
 
     A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
     begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of
@@ -83,9 +83,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     GenerateMany: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateManyRequest, _generation_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
-    of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
-    A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
-    which is easier to read.
+    of them is a message or a few, not one for each call. Each call is what it would be in Generate, and ends with the
+    status that it would have there. A client that has closed its side gets the rest of its calls; one that leaves aborts
+    them. For one call use Generate, which is easier to read.
 
     A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
     begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of
@@ -129,9 +129,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateManyResponse], _abc.AsyncIterator[_generation_pb2.GenerateManyResponse]]:
         """GenerateMany makes any number of calls on one stream, and answers them together: what an engine step sampled for all
-        of them is one message. Each call is what it would be in Generate, and ends with the status that it would have there.
-        A client that has closed its side gets the rest of its calls; one that leaves aborts them. For one call use Generate,
-        which is easier to read.
+        of them is a message or a few, not one for each call. Each call is what it would be in Generate, and ends with the
+        status that it would have there. A client that has closed its side gets the rest of its calls; one that leaves aborts
+        them. For one call use Generate, which is easier to read.
 
         A call is also UNAUTHENTICATED if the token that the stream was opened with is no longer one; another stream may
         begin it. The stream's own status is about the stream. INVALID_ARGUMENT: a call is begun under a key that a call of
