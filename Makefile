@@ -55,6 +55,8 @@ bench: .venv/.stamp .cache/bench-smg/.stamp .cache/bench-tools/.stamp $(MODEL)/c
 	-@python -m bench.turns
 	$(call say,bench: memory of the sidecar)
 	-@python -m bench.memory
+	$(call say,bench: where the time goes)
+	-@python -m bench.profile
 	$(call say,bench: bench/README.md)
 	@.cache/bench-tools/bin/python -m bench.report
 

@@ -1,6 +1,6 @@
 """Where the time of a server goes, by a sampling profiler.
 
-    python -m bench.profile [--rows generate-many,bridge-chat] [--streams 256] [--pace 20]
+    python -m bench.profile [--rows generate,generate-many,bridge-chat] [--streams 256] [--pace 20]
 
 Servers, engine and clients are those of `bench.compare`. py-spy (from `.cache/bench-tools`, which `make bench` makes)
 looks at the server that is read from, 400 times a second, at the thread that has Python's lock. A look counts for the
@@ -111,7 +111,9 @@ def main() -> None:
         prog="python -m bench.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     compare.add_servers(parser)
-    parser.add_argument("--rows", type=lambda text: text.split(","), default=["generate-many", "bridge-chat"])
+    parser.add_argument(
+        "--rows", type=lambda text: text.split(","), default=["generate", "generate-many", "bridge-chat"]
+    )
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--pace", type=int, default=20, metavar="MS", help="of a step; 0: at once")
     parser.add_argument("--py-spy", type=Path, default=Path(".cache/bench-tools/bin/py-spy"))

@@ -1,4 +1,4 @@
-"""The tables and the plots of `bench.compare`, `bench.turns` and `bench.memory`, written into bench/README.md.
+"""What `bench.compare`, `turns`, `memory` and `profile` measured, as tables and plots, written into bench/README.md.
 
     python -m bench.report [--out out/bench] [--readme bench/README.md]
 
@@ -15,9 +15,12 @@ from typing import Any
 
 from bench import plots
 from bench.compared import Compared, asked, comparison
+from bench.rows import ROWS
 from bench.tables import table
 
 _BEGIN, _END = "<!-- bench: begin -->\n", "<!-- bench: end -->\n"
+
+_LEAST_SHARE = 0.005
 
 Rows = list[dict[str, Any]]
 
@@ -59,6 +62,18 @@ def memory_table(held: dict[str, float]) -> str:
     return table(["in the sidecar's memory", "bytes"], rows)
 
 
+def profile_table(profiles: dict[str, dict[str, float]]) -> str:
+    """Return where the time of the server goes that each row reads from, in Markdown."""
+    areas = dict.fromkeys(area for shares in profiles.values() for area in shares)
+    rows = [[area, *(_share(shares.get(area, 0.0)) for shares in profiles.values())] for area in areas]
+    shown = [row for row in rows if any(row[1:])]
+    return table(["of the time of", *(ROWS[key].name for key in profiles)], shown)
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share >= _LEAST_SHARE else ""
+
+
 def about(said: dict[str, Any]) -> str:
     """Say what it was measured on."""
     versions = ", ".join(f"{name} {version}" for name, version in said["versions"].items())
@@ -81,6 +96,8 @@ def parts(out: Path, drawn: Path) -> list[str]:
         ]
     if (memory_file := out / "memory.json").exists():
         paragraphs.append(memory_table(json.loads(memory_file.read_text())))
+    if (profile_file := out / "profile.json").exists():
+        paragraphs.append(profile_table(json.loads(profile_file.read_text())))
     return paragraphs
 
 
