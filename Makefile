@@ -56,7 +56,7 @@ bench: .venv/.stamp .cache/bench-smg/.stamp .cache/bench-tools/.stamp $(MODEL)/c
 	$(call say,bench: memory of the sidecar)
 	-@python -m bench.memory
 	$(call say,bench: where the time goes)
-	-@python -m bench.profile
+	-@python -m bench.profiling
 	$(call say,bench: bench/README.md)
 	@.cache/bench-tools/bin/python -m bench.report
 

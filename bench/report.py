@@ -1,4 +1,4 @@
-"""What `bench.compare`, `turns`, `memory` and `profile` measured, as tables and plots, written into bench/README.md.
+"""What `bench.compare`, `turns`, `memory` and `profiling` measured, as tables and plots, written into bench/README.md.
 
     python -m bench.report [--out out/bench] [--readme bench/README.md]
 

@@ -1,6 +1,6 @@
 """Where the time of a server goes, by a sampling profiler.
 
-    python -m bench.profile [--rows generate,generate-many,bridge-chat] [--streams 256] [--pace 20]
+    python -m bench.profiling [--rows generate,generate-many,bridge-chat] [--streams 256] [--pace 20]
 
 Servers, engine and clients are those of `bench.compare`. py-spy (from `.cache/bench-tools`, which `make bench` makes)
 looks at the server that is read from, 400 times a second, at the thread that has Python's lock. A look counts for the
@@ -108,7 +108,7 @@ def profile(options: argparse.Namespace, key: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench.profiling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     compare.add_servers(parser)
     parser.add_argument(
