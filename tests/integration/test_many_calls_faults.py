@@ -31,15 +31,21 @@ LONG = [7] * 2_000_000
 """More than the connection takes while nobody reads."""
 
 
-@asynccontextmanager
-async def unread(running: RunningSidecar, engine: ManualEngine) -> AsyncGenerator[Any]:
-    """Give a stream that does not read, with the calls 0 and 1. 0 has ended, which is said in what is being sent."""
+async def two_calls(running: RunningSidecar, engine: ManualEngine, *, timeout: float | None = None) -> Any:
+    """Return a stream with the calls 0, of that timeout, and 1. 0 has ended, which is said in what is being sent."""
     stream = running.client.generation.GenerateMany()
-    await stream.write(GenerateManyRequest(begin=[*begin(0).begin, *begin(1).begin]))
+    await stream.write(GenerateManyRequest(begin=[*begin(0, timeout=timeout).begin, *begin(1).begin]))
     await eventually(lambda: len(engine.sinks) == 2)
     first, second = engine.sinks
     engine.finish(first)
     engine.emit(second, *LONG)
+    return stream
+
+
+@asynccontextmanager
+async def unread(running: RunningSidecar, engine: ManualEngine) -> AsyncGenerator[Any]:
+    """Give such a stream while it is not read; then end its calls."""
+    stream = await two_calls(running, engine)
     await asyncio.sleep(0.2)
     yield stream
     await asyncio.sleep(0.2)
@@ -71,14 +77,9 @@ async def test_a_call_that_is_left_when_its_end_is_on_its_way_ends_once_D03() ->
 async def test_a_call_whose_time_is_over_when_its_end_is_on_its_way_ends_once_D03() -> None:
     engine = ManualEngine()
     async with sidecar_on(engine) as running:
-        stream = running.client.generation.GenerateMany()
-        await stream.write(GenerateManyRequest(begin=[*begin(0, timeout=0.3).begin, *begin(1).begin]))
-        await eventually(lambda: len(engine.sinks) == 2)
-        first, second = engine.sinks
-        engine.finish(first)
-        engine.emit(second, *LONG)
+        stream = await two_calls(running, engine, timeout=0.3)
         await asyncio.sleep(0.6)
-        engine.finish(second)
+        engine.finish(engine.submitted[1].call_id)
         await stream.done_writing()
         assert await read(stream) == [("started", 0, 0), ("started", 1, 0), ("ended", 0, 0), ("ended", 1, 0)]
 
@@ -105,12 +106,7 @@ async def test_the_key_of_a_call_that_is_left_has_its_end_before_it_has_another_
 async def test_a_key_is_free_when_its_end_was_read_and_not_all_that_was_sent_with_it() -> None:
     engine = ManualEngine()
     async with sidecar_on(engine) as running:
-        stream = running.client.generation.GenerateMany()
-        await stream.write(GenerateManyRequest(begin=[*begin(0).begin, *begin(1).begin]))
-        await eventually(lambda: len(engine.sinks) == 2)
-        first, second = engine.sinks
-        engine.finish(first)
-        engine.emit(second, *LONG)
+        stream = await two_calls(running, engine)
         responses = aiter(stream)
         while not any(ended.key == 0 for ended in (await anext(responses)).ended):
             pass
