@@ -31,10 +31,10 @@ LONG = [7] * 2_000_000
 """More than the connection takes while nobody reads."""
 
 
-async def two_calls(running: RunningSidecar, engine: ManualEngine, *, timeout: float | None = None) -> Any:
-    """Return a stream with the calls 0, of that timeout, and 1. 0 has ended, which is said in what is being sent."""
+async def two_calls(running: RunningSidecar, engine: ManualEngine, *, seconds: float | None = None) -> Any:
+    """Return a stream with the calls 0, for so many seconds, and 1. 0 has ended, which is said in what is being sent."""
     stream = running.client.generation.GenerateMany()
-    await stream.write(GenerateManyRequest(begin=[*begin(0, timeout=timeout).begin, *begin(1).begin]))
+    await stream.write(GenerateManyRequest(begin=[*begin(0, timeout=seconds).begin, *begin(1).begin]))
     await eventually(lambda: len(engine.sinks) == 2)
     first, second = engine.sinks
     engine.finish(first)
@@ -77,7 +77,7 @@ async def test_a_call_that_is_left_when_its_end_is_on_its_way_ends_once_D03() ->
 async def test_a_call_whose_time_is_over_when_its_end_is_on_its_way_ends_once_D03() -> None:
     engine = ManualEngine()
     async with sidecar_on(engine) as running:
-        stream = await two_calls(running, engine, timeout=0.3)
+        stream = await two_calls(running, engine, seconds=0.3)
         await asyncio.sleep(0.6)
         engine.finish(engine.submitted[1].call_id)
         await stream.done_writing()
