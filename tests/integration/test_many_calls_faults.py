@@ -32,7 +32,7 @@ LONG = [7] * 2_000_000
 
 
 async def two_calls(running: RunningSidecar, engine: ManualEngine, *, seconds: float | None = None) -> Any:
-    """Return a stream with the calls 0, for so many seconds, and 1. 0 has ended, which is said in what is being sent."""
+    """Return a stream with the calls 0, for so many seconds, and 1. 0 has ended: that is in what is being sent."""
     stream = running.client.generation.GenerateMany()
     await stream.write(GenerateManyRequest(begin=[*begin(0, timeout=seconds).begin, *begin(1).begin]))
     await eventually(lambda: len(engine.sinks) == 2)
