@@ -21,8 +21,8 @@ from tokentape_bridge.completion import CallEvent, StreamError, by_position
 from tokentape_bridge.tool_calls import ToolCall
 
 LONG_DELTA = 256
-"""From how many tokens on work on a delta, or on the prompt in a stream's opening, is done in a thread: others would
-wait for it."""
+"""From how many tokens on work on a delta, or on an opening that tells prompts as text, is done in a thread: others
+would wait for it."""
 
 
 _LONG_COMPLETION = 2 * LONG_DELTA
