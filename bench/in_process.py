@@ -1,25 +1,27 @@
-"""Tokens of a real engine, read in its own process: `AsyncLLM.generate`, deltas, as nothing in between could be faster.
-
-    python -m bench.in_process MODEL --out FILE [--streams 1,64,256,1024] [--engine-options ...]
-
-`bench.gpu` runs it. Writes a line of JSON for each number of streams.
-"""
+"""Tokens of a real engine, read in its own process, by `AsyncLLM.generate`: nothing is in between."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
+import multiprocessing
+import os
+import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.readings import Readings, rounds, tokens_of
+from bench.servers import ServerFailed, tail
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+_START_SECONDS = 240.0
+_LOAD_SECONDS = 240.0
 
 
 async def engine_of(directory: str, engine_options: Sequence[str]) -> AsyncLLM:
@@ -49,50 +51,86 @@ async def generate(llm: AsyncLLM, prompt: list[int], new_tokens: int, readings: 
     readings.request("AsyncLLM.generate", sent, arrivals, tokens, new_tokens)
 
 
-async def in_process(directory: str, streams: list[int], options: argparse.Namespace) -> None:
-    """Measure `AsyncLLM.generate` in this process; a line of JSON for each number of streams."""
-    llm = await engine_of(directory, options.engine_options)
+class EngineProcess:
+    """A process with an engine, which is read there."""
 
-    async def read(index: int, level: int, new_tokens: int, readings: Readings) -> None:
-        prompt = [1000 + (index * 7919 + level * 104_729 + place * 31) % 39_000 for place in range(128)]
-        await generate(llm, prompt, new_tokens, readings)
+    def __init__(self, pipe: Any, log: Path) -> None:
+        self._pipe = pipe
+        self._log = log
 
-    async def level(count: int, times: int, new_tokens: int) -> Readings:
-        readings = Readings(began=time.monotonic())
+    @classmethod
+    @contextmanager
+    def running(
+        cls, directory: str, engine_options: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> Generator[EngineProcess]:
+        """Run one until the block ends; what it prints is in `log`. Raises `ServerFailed`."""
+        context = multiprocessing.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        arguments = (theirs, directory, list(engine_options), log, dict(environment))
+        process = context.Process(target=_engine_process, args=arguments)
+        process.start()
+        theirs.close()
+        try:
+            engine = cls(pipe, log)
+            engine._receive(_START_SECONDS)
+            yield engine
+        finally:
+            pipe.close()
+            process.join(20)
+            process.kill()
+            process.join()
 
-        async def stream(index: int) -> None:
-            for turn in range(times):
-                await read(index * times + turn, count, new_tokens, readings)
+    def measure(self, streams: int, new_tokens: int) -> dict[str, Any]:
+        """Return the figures at a number of streams, or the error."""
+        self._pipe.send((streams, rounds(streams), tokens_of(streams, new_tokens)))
+        try:
+            return self._receive(_LOAD_SECONDS)
+        except ServerFailed as error:
+            return {"error": str(error)}
 
-        await asyncio.gather(*map(stream, range(count)))
-        readings.ended = time.monotonic()
-        return readings
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        with suppress(EOFError):
+            if self._pipe.poll(seconds):
+                return self._pipe.recv()
+        raise ServerFailed(f"the engine's process did not answer:\n{tail(self._log)}")
 
+
+def _engine_process(
+    pipe: Connection, directory: str, engine_options: list[str], log: Path, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    asyncio.run(_answer(pipe, directory, engine_options))
+
+
+async def _answer(pipe: Connection, directory: str, engine_options: list[str]) -> None:
+    llm = await engine_of(directory, engine_options)
     try:
-        await level(8, 1, 16)
-        for count in streams:
-            before = time.process_time()
-            readings = await level(count, rounds(count), tokens_of(count, options.new_tokens))
-            cpu = (time.process_time() - before) / readings.tokens * 1e6
-            with options.out.open("a") as file:
-                spent = {"cpu_us_per_token": cpu, "cpu_us_per_token_each": [cpu]}
-                file.write(json.dumps({"streams": count, **spent, **readings.figures()}) + "\n")
+        await _load(llm, 8, 1, 16)
+        pipe.send({})
+        # Nothing else runs on the loop between two loads.
+        with suppress(EOFError):
+            while True:
+                streams, times, new_tokens = pipe.recv()
+                pipe.send(await _load(llm, streams, times, new_tokens))
     finally:
         llm.shutdown()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.in_process", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", help="its directory")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--streams", type=lambda text: list(map(int, text.split(","))), default=[1, 64, 256, 1024])
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="vLLM's; at the end")
-    options = parser.parse_args()
-    asyncio.run(in_process(options.model, options.streams, options))
+async def _load(llm: AsyncLLM, streams: int, times: int, new_tokens: int) -> dict[str, Any]:
+    ids = random.Random(uuid.uuid4().hex)
+    prompts = [[ids.choices(range(1000, 40_000), k=128) for _ in range(times)] for _ in range(streams)]
+    readings = Readings(began=time.monotonic())
+    before = time.process_time()
 
+    async def stream(own: list[list[int]]) -> None:
+        for prompt in own:
+            await generate(llm, prompt, new_tokens, readings)
 
-if __name__ == "__main__":
-    main()
+    await asyncio.gather(*map(stream, prompts))
+    readings.ended = time.monotonic()
+    cpu = (time.process_time() - before) / readings.tokens * 1e6
+    return {"cpu_us_per_token": cpu, "cpu_us_per_token_each": [cpu], **readings.figures()}

@@ -36,12 +36,19 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """CPU time of all its processes so far, but for those of an engine's core: the front end's."""
+        return self._cpu_seconds(of_core=False)
+
+    def core_cpu_seconds(self) -> float:
+        """CPU time so far of those of its processes that are an engine's core."""
+        return self._cpu_seconds(of_core=True)
+
+    def _cpu_seconds(self, *, of_core: bool) -> float:
         total = 0.0
         with suppress(psutil.NoSuchProcess):
             main = psutil.Process(self.process.pid)
             for process in (main, *main.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
-                    if not _is_engine_core(process):
+                    if _is_engine_core(process) is of_core:
                         total += _cpu_seconds(process.pid)
         return total
 
@@ -143,19 +150,6 @@ def bridge_to(sidecar: str, *, name: str, out: Path, options: Sequence[str] = ()
     ]
     with serving(name, command, logs=out / "logs", ready_file=ready, health_path="/health") as server:
         yield server
-
-
-def run_to_end(
-    name: str, command: Sequence[str], *, logs: Path, environment: Mapping[str, str] | None = None, seconds: float
-) -> None:
-    """Run a command that ends by itself. Raises `ServerFailed` where it does not within `seconds`, or badly."""
-    with _running(name, command, logs, environment) as (process, log):
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise ServerFailed(f"{name} has not ended after {seconds:.0f} s:\n{tail(log)}") from None
-        if code:
-            raise ServerFailed(f"{name} ended with {code}:\n{tail(log)}")
 
 
 @contextmanager
