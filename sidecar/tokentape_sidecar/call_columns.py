@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import grpc
 
+from tokentape.call_status import Status
 from tokentape.v1.generation_pb2 import GenerateManyResponse
 from tokentape.v1.types_pb2 import TopLogprobs
 from tokentape_sidecar import convert
 from tokentape_sidecar.call_reader import CallReader
 from tokentape_sidecar.choice_record import ChoiceRecord, TokenRun
 from tokentape_sidecar.record import CallRecord
-from tokentape_sidecar.rpc_errors import Status, status_of
+from tokentape_sidecar.rpc_errors import status_of
 
 MAX_EVENTS = 512
 """From how many starts and ends on nothing more is put into a message: beside its tokens they are within 4 MiB."""

@@ -18,16 +18,14 @@ from contextlib import suppress
 import grpc
 from opentelemetry.trace import Span
 
+from tokentape.call_status import LATE, LEFT, Status
 from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse, GenerateRequest
 from tokentape_sidecar.auth import check_still_let_in
 from tokentape_sidecar.call_columns import MAX_EVENTS, Cursor, end_of, new_of, outcome_of
 from tokentape_sidecar.errors import InvalidArgument
 from tokentape_sidecar.record import CallRecord
-from tokentape_sidecar.rpc_errors import Status, status_of
+from tokentape_sidecar.rpc_errors import status_of
 from tokentape_sidecar.tracing import GENERATE_MANY, begin_call, end_call
-
-_LEFT = grpc.StatusCode.CANCELLED, "the client has left this call"
-_LATE = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took longer than its timeout"
 
 
 class ManyCalls:
@@ -64,10 +62,10 @@ class ManyCalls:
             with suppress(asyncio.CancelledError):
                 await taking
             for call in list(self._calls.values()):
-                self._stop(call, _LEFT)
+                self._stop(call, LEFT)
             for call in list(self._calls.values()):
                 # Its end was on its way.
-                self._forget(call, _LEFT[0])
+                self._forget(call, LEFT[0])
 
     def note_change(self, call: _Call) -> None:
         """Note that there may be something new of a call that is not noted yet."""
@@ -100,7 +98,7 @@ class ManyCalls:
     def _take(self, request: GenerateManyRequest) -> None:
         for key in request.leave:
             if (left := self._calls.get(key)) is not None:
-                self._stop(left, _LEFT)
+                self._stop(left, LEFT)
         for begin in request.begin:
             if begin.key in self._calls:
                 raise InvalidArgument("begin.key", f"the call {begin.key} of this stream has not ended")
@@ -112,7 +110,7 @@ class ManyCalls:
         try:
             check_still_let_in()
             if (seconds := _timeout_of(begin)) is not None:
-                call.timer = asyncio.get_running_loop().call_later(seconds, self._stop, call, _LATE)
+                call.timer = asyncio.get_running_loop().call_later(seconds, self._stop, call, LATE)
             record = await self._start(begin.request)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this call's end
             self._drop(call, status_of(error))

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from tokentape.call_status import Status
 from tokentape_sidecar import errors
 from tokentape_sidecar.interceptors import OUR_METHODS, Context, Continuation, Handler, rewrap
 
@@ -45,10 +46,6 @@ _MAX_MESSAGE_CHARACTERS = 1000
 
 Decode: TypeAlias = Callable[[bytes], object]
 """Makes a message of its bytes, or raises `DecodeError`."""
-
-
-Status: TypeAlias = tuple[grpc.StatusCode, str]
-"""How a call ended, and in what words."""
 
 
 def status_of(error: Exception) -> Status:

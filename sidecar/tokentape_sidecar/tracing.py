@@ -17,11 +17,11 @@ import grpc.aio
 from opentelemetry.trace import Span, SpanKind
 
 from tokentape import tracing
+from tokentape.call_status import status_code
 from tokentape.logs import REQUEST_ID_HEADER, bind
 from tokentape_sidecar.interceptors import OUR_METHODS, Context, Continuation, Handler, metadata_of, rewrap
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_CODES: dict[int, grpc.StatusCode] = {cast("int", code.value[0]): code for code in grpc.StatusCode}
 _NOT_THE_CLIENTS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN})
 """Statuses that are not the client's fault, and so are errors of a server's span."""
 
@@ -93,7 +93,7 @@ def _ending(span: Span, context: Context) -> Generator[None]:
         left = True
         raise
     finally:
-        end_call(span, _left(context) if left else _CODES[cast("int", context.code() or 0)])
+        end_call(span, _left(context) if left else status_code(cast("int", context.code() or 0)))
 
 
 def _left(context: Context) -> grpc.StatusCode:

@@ -13,8 +13,9 @@ from typing import TypeAlias
 import grpc
 import grpc.aio
 
+from tokentape.call_status import status_code
 from tokentape.choice_columns import BrokenContract, broken
-from tokentape.running_call import RunningCall, status_code
+from tokentape.running_call import RunningCall
 from tokentape.stream_status import StreamStatus
 from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateManyResponse, GenerateResponse
 from tokentape.v1.types_pb2 import TopLogprobs

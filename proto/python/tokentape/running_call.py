@@ -9,19 +9,10 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from tokentape.call_status import LATE, LEFT, Status
 from tokentape.choice_columns import BrokenContract, ChoiceColumns, TokenRun, broken
 from tokentape.v1.generation_pb2 import GenerateManyRequest, GenerateResponse
 from tokentape.v1.types_pb2 import Completion, TopLogprobs
-
-_LATE = grpc.StatusCode.DEADLINE_EXCEEDED, "the call took longer than its timeout"
-_LEFT = grpc.StatusCode.CANCELLED, "the client has left this call"
-
-_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
-
-
-def status_code(number: int) -> grpc.StatusCode:
-    """Return gRPC's code of this number; UNKNOWN for any other."""
-    return _CODES.get(number, grpc.StatusCode.UNKNOWN)
 
 
 class Stream(Protocol):
@@ -67,7 +58,7 @@ class RunningCall:
         """Choice 0's."""
         self.choices: dict[int, ChoiceColumns] = {0: self.first}
         self.has_ended = False
-        self._end: tuple[grpc.StatusCode, str] = grpc.StatusCode.OK, ""
+        self._end: Status = grpc.StatusCode.OK, ""
         self.waiter: asyncio.Future[None] | None = None
         """Who waits for anything new."""
         self._end_waiter: asyncio.Future[None] | None = None
@@ -133,11 +124,11 @@ class RunningCall:
 
     def leave(self) -> None:
         """End the call, at the engine too, unless it has ended. Reading it then raises its status, CANCELLED."""
-        self._stop(_LEFT)
+        self._stop(LEFT)
 
     def end_late(self) -> None:
         """End the call because its time is over."""
-        self._stop(_LATE)
+        self._stop(LATE)
 
     def start(self, started: GenerateResponse.Started) -> None:
         """Note that it was accepted."""
@@ -189,7 +180,7 @@ class RunningCall:
             return "a call ended well before its choices did"
         return ""
 
-    def _stop(self, status: tuple[grpc.StatusCode, str]) -> None:
+    def _stop(self, status: Status) -> None:
         if not self.has_ended:
             self.end(*status)
             if self.stream is not None:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from tokentape.call_status import Status
+
 Result = TypeVar("Result")
 
 _OF_A_FAILED_WRITE = "Internal error from Core"
@@ -32,7 +34,7 @@ class StreamStatus:
         self._status = asyncio.get_running_loop().create_future()
         rpc.add_done_callback(self._note)
 
-    async def of_peer(self) -> tuple[grpc.StatusCode, str]:
+    async def of_peer(self) -> Status:
         """Wait until the stream has ended, and return the peer's code and details; grpc.aio's if none come."""
         await self._rpc.code()
         with suppress(TimeoutError):
