@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from support.certificates import Authority
+from support.relay import relay_to
 from support.scripted import (
     SidecarProcess,
     call,
@@ -54,6 +55,16 @@ async def completed_on_tape(http: httpx.AsyncClient, address: str, name: str) ->
     answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]["token_ids"]
+
+
+# Far away, or a busy machine
+
+
+async def test_a_connection_that_takes_a_second_is_one_D09(tmp_path: Path) -> None:
+    async with sidecar_at("127.0.0.1:0", tmp_path) as process, relay_to(process.address) as relay:
+        relay.stall()
+        asyncio.get_running_loop().call_later(1.0, relay.flow)
+        assert await generated_at(relay.address) == ANSWER
 
 
 # Without IPv6
