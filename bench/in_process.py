@@ -6,11 +6,13 @@ import asyncio
 import multiprocessing
 import os
 import random
+import signal
 import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 240.0
 _LOAD_SECONDS = 240.0
+_STOP_SECONDS = 20.0
 
 
 async def engine_of(directory: str, engine_options: Sequence[str]) -> AsyncLLM:
@@ -54,7 +57,8 @@ async def generate(llm: AsyncLLM, prompt: list[int], new_tokens: int, readings: 
 class EngineProcess:
     """A process with an engine, which is read there."""
 
-    def __init__(self, pipe: Any, log: Path) -> None:
+    def __init__(self, process: SpawnProcess, pipe: Any, log: Path) -> None:
+        self._process = process
         self._pipe = pipe
         self._log = log
 
@@ -67,38 +71,51 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
         arguments = (theirs, directory, list(engine_options), log, dict(environment))
         process = context.Process(target=_engine_process, args=arguments)
         process.start()
         theirs.close()
+        engine = cls(process, pipe, log)
         try:
-            engine = cls(pipe, log)
             engine._receive(_START_SECONDS)
             yield engine
         finally:
-            pipe.close()
-            process.join(20)
-            process.kill()
-            process.join()
+            engine._end()
 
     def measure(self, streams: int, new_tokens: int) -> dict[str, Any]:
-        """Return the figures at a number of streams, or the error."""
-        self._pipe.send((streams, rounds(streams), tokens_of(streams, new_tokens)))
+        """Return the figures at a number of streams, or the error; after one there are no more figures."""
         try:
+            with suppress(OSError):
+                self._pipe.send((streams, rounds(streams), tokens_of(streams, new_tokens)))
             return self._receive(_LOAD_SECONDS)
         except ServerFailed as error:
+            self._end()
             return {"error": str(error)}
 
     def _receive(self, seconds: float) -> dict[str, Any]:
-        with suppress(EOFError):
+        try:
             if self._pipe.poll(seconds):
                 return self._pipe.recv()
-        raise ServerFailed(f"the engine's process did not answer:\n{tail(self._log)}")
+            problem = f"has said nothing for {seconds:.0f} s"
+        except (EOFError, OSError):
+            problem = "has ended"
+        raise ServerFailed(f"the engine's process {problem}:\n{tail(self._log)}")
+
+    def _end(self) -> None:
+        self._pipe.close()
+        self._process.join(_STOP_SECONDS)
+        self._process.kill()
+        # The engine's core is a process of its own.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
 
 
 def _engine_process(
     pipe: Connection, directory: str, engine_options: list[str], log: Path, environment: dict[str, str]
 ) -> None:
+    os.setsid()
     os.environ.update(environment)
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)

@@ -103,7 +103,8 @@ def main() -> None:
     parser.add_argument("--engine-options", nargs=argparse.REMAINDER, default=[], help="more of vLLM's; at the end")
     options = parser.parse_args()
     directory = model_directory(options.model, options.tokenizer, options.out.resolve() / "models")
-    all_readings = asyncio.run(lone(directory, options.calls, [*ENGINE_OPTIONS, *options.engine_options]))
+    engine = [*ENGINE_OPTIONS, "--gpu-memory-utilization", "0.8", *options.engine_options]
+    all_readings = asyncio.run(lone(directory, options.calls, engine))
     figures = {way: readings.medians() for way, readings in all_readings.items()}
     (options.out / "results.json").write_text(json.dumps(figures, indent=1))
     for way, medians in figures.items():

@@ -41,7 +41,6 @@ def measured(servers: Sequence[Server], load: Load, *, core_us: float = 0.0) -> 
     `core_us`: what a stand-in for the engine's core, in the last of them, spends on a token, in µs; it is taken off.
     """
     before = [server.cpu_seconds() for server in servers]
-    core_before = servers[-1].core_cpu_seconds()
     try:
         readings = run(load)
     except (RuntimeError, TimeoutError) as error:
@@ -49,6 +48,4 @@ def measured(servers: Sequence[Server], load: Load, *, core_us: float = 0.0) -> 
     spent = [server.cpu_seconds() - first for server, first in zip(servers, before, strict=True)]
     each = [seconds / readings.tokens * 1e6 for seconds in spent]
     each[-1] -= core_us
-    core = (servers[-1].core_cpu_seconds() - core_before) / readings.tokens * 1e6
-    cpu = {"cpu_us_per_token": sum(each), "cpu_us_per_token_each": each, "core_cpu_us_per_token": core}
-    return {**cpu, **readings.figures()}
+    return {"cpu_us_per_token": sum(each), "cpu_us_per_token_each": each, **readings.figures()}

@@ -10,7 +10,7 @@ class Limits:
     """Bounds that the sidecar's owner sets; a tape's owner may set narrower ones for a tape (`tape.TapeLimits`)."""
 
     max_message_bytes: int = 64 * 1024 * 1024
-    """The largest message that is taken; what begins calls of `GenerateMany` is up to 1 MiB together."""
+    """The largest message that is taken."""
     max_running_calls: int = 8192
     """Calls that have not ended, at most."""
     max_tapes: int = 65_536
