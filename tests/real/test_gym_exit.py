@@ -77,7 +77,7 @@ async def test_nothing_outlives_the_trainer(marked: Marked, tmp_path: Path, mode
     if ending == "killed":
         trainer.kill()
     status = await trainer.wait()
-    await eventually(lambda: not any(map(is_alive, family)), seconds=10)
+    await eventually(lambda: not any(map(is_alive, family)), seconds=30)
 
     ((start, end),) = json.loads(result.result())["action_ranges"]
     assert json.loads(result.result())["observation_tokens"][start:end] == [40, 41, 42, 2]
