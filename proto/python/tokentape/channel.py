@@ -34,7 +34,7 @@ _DIAL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
     # How long it may take to connect, TLS included. One that is refused is tried again after the initial backoff.
-    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Channels to one address do not share a connection, so that closing one never disturbs another.
     ("grpc.use_local_subchannel_pool", 1),
