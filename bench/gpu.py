@@ -289,6 +289,13 @@ def _list(text: str) -> list[str]:
     return text.split(",")
 
 
+def _numbers(text: str) -> list[int]:
+    try:
+        return list(map(int, _list(text)))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers with commas between") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -296,7 +303,7 @@ def main() -> None:
     parser.add_argument("--models", type=_list, default=["small", "large"])
     default = "sidecar+generate+bridge,in-process,http,rust"
     parser.add_argument("--rows", type=_list, default=_list(default), help=f"default: {default}")
-    parser.add_argument("--streams", type=_list, default=["1", "64", "256", "1024"])
+    parser.add_argument("--streams", type=_numbers, default=[1, 64, 256, 1024])
     parser.add_argument("--turns", type=int, default=1, help="how often each is measured")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--processes", type=int, default=6, help="of clients")
@@ -314,12 +321,13 @@ def main() -> None:
         parser.error("--rows: each row once")
     if "rust-grpc" in rows and options.rust is None:
         parser.error("--rows: rust-grpc needs --rust")
+    if unknown := set(options.models) - set(NAMES):
+        parser.error(f"--models: {', '.join(map(repr, sorted(unknown)))}: give some of {','.join(NAMES)}")
     if options.turns < 1:
         parser.error("--turns: at least 1")
     end_by_signals()
-    streams = list(map(int, options.streams))
     options.out = options.out.resolve()
-    results = GpuResults(options.out / "results.json", _about(), streams=streams)
+    results = GpuResults(options.out / "results.json", _about(), streams=options.streams)
     for model in options.models:
         for group in groups:
             Bench(options, results, model, set(group)).run()

@@ -106,9 +106,10 @@ class EngineProcess:
         self._pipe.close()
         self._process.join(_STOP_SECONDS)
         self._process.kill()
+        assert self._process.pid is not None
         # The engine's core is a process of its own.
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
 
 
